@@ -1,0 +1,1 @@
+"""Routing policies: pure functions from candidates to a decision."""

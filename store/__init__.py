@@ -1,0 +1,1 @@
+"""Where KV blocks are: prompt, tokens, chain, block index, KV events, Mooncake pool."""

@@ -1,0 +1,1 @@
+"""The fleet: registry, leases, health, load."""

@@ -1,0 +1,1 @@
+"""Launchers for vLLM workers, simulated workers and the Mooncake master on this machine."""
