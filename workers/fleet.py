@@ -1,0 +1,140 @@
+"""The registry of workers: who is there, who may be chosen, and who must be told when that changes."""
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from workers.leases import LeaseBook
+from workers.worker import EngineReport, KvEndpoint, ModelCard, Target, Worker
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\[\]-]{0,99}")
+
+
+class DuplicateWorker(ValueError):
+    """A worker with that name or URL is registered already."""
+
+
+class UnknownWorker(KeyError):
+    """No worker has that name."""
+
+
+class BadWorker(ValueError):
+    """The URL or the name cannot be a worker's."""
+
+
+class FleetListener(Protocol):
+    """Told of changes, in order, on the event loop; must return at once."""
+
+    def worker_up(self, worker: Worker) -> None:
+        """Probed and ready; also called when its endpoints or models changed."""
+        ...
+
+    def worker_restarted(self, worker: Worker) -> None:
+        """The same address, a new process: whatever was known of its cache is void."""
+        ...
+
+    def worker_lost(self, worker: Worker) -> None:
+        """Down or removed: its cache can't be reached."""
+        ...
+
+
+class Fleet:
+    """All registered workers and the leases on their targets."""
+
+    def __init__(self, listeners: Iterable[FleetListener] = ()) -> None:
+        self.leases = LeaseBook()
+        self._listeners = tuple(listeners)
+        self._workers: dict[str, Worker] = {}
+
+    def workers(self) -> list[Worker]:
+        return list(self._workers.values())
+
+    def get(self, name: str) -> Worker:
+        """Raises UnknownWorker."""
+        worker = self._workers.get(name)
+        if worker is None:
+            raise UnknownWorker(name)
+        return worker
+
+    def add(self, url: str, name: str | None = None) -> Worker:
+        """Register `url` (http or https, no path needed). Raises BadWorker, DuplicateWorker."""
+        url = url.rstrip("/")
+        parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError:
+            raise BadWorker("the port of a worker's URL must be a number below 65536") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise BadWorker("a worker's URL is http://HOST:PORT or https://HOST:PORT")
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise BadWorker("a worker's URL carries no credentials, query or fragment")
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        name = name or (f"{host}:{port}" if port else host)
+        if not _NAME.fullmatch(name):
+            raise BadWorker("a worker's name is 1 to 100 of letters, digits and . _ : - [ ]")
+        if name in self._workers or any(w.url == url for w in self._workers.values()):
+            raise DuplicateWorker(f"worker {name} is registered already")
+        worker = self._workers[name] = Worker(name, url)
+        return worker
+
+    def remove(self, name: str) -> Worker:
+        """Take the worker out; turns already sent there end undisturbed. Raises UnknownWorker."""
+        worker = self.get(name)
+        del self._workers[name]
+        for listener in self._listeners:
+            listener.worker_lost(worker)
+        return worker
+
+    def cordon(self, name: str, cordoned: bool) -> Worker:
+        """While cordoned a worker gets no new turns. Raises UnknownWorker."""
+        worker = self.get(name)
+        worker.cordoned = cordoned
+        return worker
+
+    def targets(self) -> list[Target]:
+        return [target for worker in self._workers.values() for target in worker.targets]
+
+    def serves(self, model: str) -> bool:
+        """Whether any registered worker, up or not, is known to serve `model`."""
+        return any(worker.card(model) for worker in self._workers.values())
+
+    def mark_up(
+        self,
+        worker: Worker,
+        report: EngineReport,
+        models: tuple[ModelCard, ...],
+        kv_endpoints: tuple[KvEndpoint, ...],
+    ) -> None:
+        """A successful probe. Tells listeners of a restart before anything of the new process counts."""
+        if self._workers.get(worker.name) is not worker:
+            return
+        restarted = 0 < worker.report.started != report.started > 0
+        changed = worker.state != "up" or models != worker.models or kv_endpoints != worker.kv_endpoints
+        worker.report, worker.models, worker.kv_endpoints = report, models, kv_endpoints
+        if worker.state != "up":
+            logger.info("worker %s is up", worker.name)
+        worker.state, worker.reason = "up", ""
+        for listener in self._listeners:
+            if restarted:
+                listener.worker_restarted(worker)
+            if changed:
+                listener.worker_up(worker)
+
+    def mark_down(self, worker: Worker, reason: str) -> None:
+        """A failed probe or a refused connection."""
+        if self._workers.get(worker.name) is not worker:
+            return
+        was_up = worker.state == "up"
+        if was_up or worker.reason != reason:
+            logger.warning("worker %s is down: %s", worker.name, reason)
+        worker.state = "down" if was_up or worker.state == "down" else "starting"
+        worker.reason = reason
+        worker.report = replace(worker.report, running=0.0, waiting=0.0)
+        if was_up:
+            for listener in self._listeners:
+                listener.worker_lost(worker)

@@ -1,0 +1,190 @@
+"""Watching workers: health, models, KV event endpoints and load, one task per worker."""
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from workers.fleet import Fleet
+from workers.worker import EngineReport, KvEndpoint, ModelCard, Worker
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_SAMPLE = re.compile(r"^(vllm:[a-z_]+|process_start_time_seconds)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ANY_HOST = ("*", "0.0.0.0", "[::]")  # noqa: S104 - names to recognise, not to bind
+
+
+class _Card(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+class _KvSource(msgspec.Struct):
+    endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    enable_kv_cache_events: bool = True
+    publisher: str = "zmq"
+
+
+def parse_metrics(text: str) -> EngineReport:
+    """The few series routing needs out of a Prometheus page; unknown lines are passed over."""
+    sums: dict[str, float] = {}
+    config: dict[str, str] = {}
+    for name, labels, value in _SAMPLE.findall(text):
+        if name == "vllm:cache_config_info":
+            config = dict(_LABEL.findall(labels))
+        elif name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "process_start_time_seconds"):
+            sums[name] = sums.get(name, 0.0) + float(value)
+        elif name == "vllm:kv_cache_usage_perc":
+            sums[name] = max(sums.get(name, 0.0), float(value))
+    block_size = config.get("block_size", "")
+    return EngineReport(
+        running=sums.get("vllm:num_requests_running", 0.0),
+        waiting=sums.get("vllm:num_requests_waiting", 0.0),
+        kv_usage=sums.get("vllm:kv_cache_usage_perc", 0.0),
+        started=sums.get("process_start_time_seconds", 0.0),
+        block_size=int(block_size) if block_size.isdigit() else 0,
+        hash_algo=config.get("prefix_caching_hash_algo", ""),
+    )
+
+
+def reachable(endpoint: str, host: str) -> str:
+    """A published endpoint with its wildcard host replaced by the worker's own."""
+    parts = urlsplit(endpoint)
+    if parts.scheme != "tcp" or parts.netloc.rsplit(":", 1)[0] not in _ANY_HOST:
+        return endpoint
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{endpoint.rsplit(':', 1)[1]}"
+
+
+def parse_kv_sources(body: bytes, host: str) -> tuple[KvEndpoint, ...]:
+    """Endpoints per data-parallel rank from /kv_event_sources; ranks that publish nothing are left out."""
+    sources = msgspec.json.decode(body, type=dict[str, _KvSource])
+    return tuple(
+        KvEndpoint(
+            int(rank),
+            reachable(source.endpoint, host),
+            reachable(source.replay_endpoint, host) if source.replay_endpoint else None,
+            source.topic,
+        )
+        for rank, source in sorted(sources.items(), key=lambda item: int(item[0]))
+        if source.enable_kv_cache_events and source.publisher == "zmq"
+    )
+
+
+def parse_models(body: bytes) -> tuple[ModelCard, ...]:
+    cards = msgspec.json.decode(body, type=_Cards).data
+    return tuple(ModelCard(c.id, c.root or "", c.parent or "", c.max_model_len or 0) for c in cards)
+
+
+class ProbeFailed(Exception):
+    """A worker that can't be used now; the message says why, in words for operators."""
+
+
+class Probe:
+    """Keeps every registered worker's state current. `start` and `close` own all tasks and the client."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        interval_s: float = 1.0,
+        timeout_s: float = 2.0,
+        api_key: str = "",
+        kv_events: bool = True,
+    ) -> None:
+        self._fleet = fleet
+        self._interval_s = interval_s
+        self._kv_events = kv_events
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, trust_env=False)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._wakes: dict[str, asyncio.Event] = {}
+
+    def watch(self, worker: Worker) -> None:
+        """Start probing `worker` at once."""
+        self._wakes[worker.name] = asyncio.Event()
+        self._tasks[worker.name] = asyncio.create_task(self._watch(worker), name=f"probe {worker.name}")
+
+    def unwatch(self, worker: Worker) -> None:
+        self._wakes.pop(worker.name, None)
+        task = self._tasks.pop(worker.name, None)
+        if task:
+            task.cancel()
+
+    def wake(self, worker: Worker) -> None:
+        """Probe `worker` now instead of at the next interval."""
+        wake = self._wakes.get(worker.name)
+        if wake:
+            wake.set()
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._client.aclose()
+
+    async def _watch(self, worker: Worker) -> None:
+        wake = self._wakes[worker.name]
+        while True:
+            wake.clear()
+            await self.probe(worker)
+            try:
+                await asyncio.wait_for(wake.wait(), self._interval_s)
+            except TimeoutError:
+                continue
+
+    async def probe(self, worker: Worker) -> None:
+        """Ask `worker` everything once and record the result. Never raises."""
+        try:
+            await self._get(worker, "/health")
+            report = await self._optional(worker, "/metrics", lambda body: parse_metrics(body.decode()))
+            models = parse_models(await self._get(worker, "/v1/models"))
+            endpoints = await self._optional(
+                worker, "/kv_event_sources", lambda body: parse_kv_sources(body, worker.host)
+            )
+        except ProbeFailed as failure:
+            self._fleet.mark_down(worker, str(failure))
+        except Exception as error:
+            logger.exception("probing worker %s failed", worker.name)
+            self._fleet.mark_down(worker, f"probe failed: {type(error).__name__}")
+        else:
+            self._fleet.mark_up(
+                worker, report or EngineReport(), models, (endpoints or ()) if self._kv_events else ()
+            )
+
+    async def _optional(self, worker: Worker, path: str, parse: Callable[[bytes], T]) -> T | None:
+        """`path` parsed, or None where this worker does not have it."""
+        try:
+            return parse(await self._get(worker, path))
+        except (ProbeFailed, ValueError, msgspec.MsgspecError) as error:
+            logger.debug("worker %s: %s unusable: %s", worker.name, path, error)
+            return None
+
+    async def _get(self, worker: Worker, path: str) -> bytes:
+        try:
+            response = await self._client.get(worker.url + path)
+        except httpx.TimeoutException:
+            raise ProbeFailed(f"{path} timed out") from None
+        except httpx.HTTPError as error:
+            raise ProbeFailed(f"{path}: {type(error).__name__}") from None
+        if response.status_code in (401, 403):
+            raise ProbeFailed(f"{path} answered {response.status_code}: worker API key missing or wrong")
+        if not response.is_success:
+            raise ProbeFailed(f"{path} answered {response.status_code}")
+        return response.content

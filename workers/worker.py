@@ -1,0 +1,87 @@
+"""A routable vLLM server as the gateway knows it: what it serves, how it feels, where its events are."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import urlsplit
+
+WorkerState = Literal["starting", "up", "down"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One entry of the worker's /v1/models. `root` is the literal model path, `parent` an adapter's base."""
+
+    id: str
+    root: str = ""
+    parent: str = ""
+    max_model_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KvEndpoint:
+    """Where one data-parallel rank publishes its KV events, with hosts that can be reached from here."""
+
+    rank: int
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What the worker's /metrics says, summed over its engines.
+
+    running, waiting: requests; kv_usage: 0..1; started: Unix seconds of the process start, 0 if not exported.
+    block_size, hash_algo: from cache_config_info (0 and "" if not exported).
+    """
+
+    running: float = 0.0
+    waiting: float = 0.0
+    kv_usage: float = 0.0
+    started: float = 0.0
+    block_size: int = 0
+    hash_algo: str = ""
+
+
+@dataclass(slots=True)
+class Worker:
+    """The mutable record of one worker. Only the fleet and its probe write it."""
+
+    name: str
+    url: str
+    state: WorkerState = "starting"
+    reason: str = "not probed yet"
+    cordoned: bool = False
+    models: tuple[ModelCard, ...] = ()
+    kv_endpoints: tuple[KvEndpoint, ...] = ()
+    report: EngineReport = field(default_factory=EngineReport)
+
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def targets(self) -> tuple["Target", ...]:
+        """One target, or one per data-parallel rank where the worker publishes for several."""
+        if len(self.kv_endpoints) < 2:
+            return (Target(self, None),)
+        return tuple(Target(self, endpoint.rank) for endpoint in self.kv_endpoints)
+
+    def target_of(self, rank: int) -> str:
+        """The target name whose events rank `rank` publishes."""
+        return self.name if len(self.kv_endpoints) < 2 else f"{self.name}@{rank}"
+
+    def card(self, model: str) -> ModelCard | None:
+        return next((card for card in self.models if card.id == model), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a turn is sent to: a worker, or one data-parallel rank of it."""
+
+    worker: Worker
+    rank: int | None
+
+    @property
+    def name(self) -> str:
+        return self.worker.name if self.rank is None else f"{self.worker.name}@{self.rank}"
