@@ -1,0 +1,72 @@
+# Everything a developer or CI runs. `make help` lists the targets.
+# Environments are made on first use and again when their pins change; nothing is installed otherwise.
+
+ENGINE  ?= sim
+WORKERS ?= 2
+MODEL   ?=
+PORT    ?= 8000
+ARGS    ?=
+PYTHON  ?= python3
+
+VENV := .venv/.installed
+VLLM := .venv-vllm/.installed
+PIP_FLAGS := --quiet --disable-pip-version-check
+PROJECT := .[mooncake,dev]
+CODE := gateway store workers policies replay bench tests
+
+# $(call timed,NAME,COMMAND): runs COMMAND and says how long it took, keeping its exit code.
+define timed
+@echo "==> $(1)"; start=$$(date +%s); code=0; $(2) || code=$$?; \
+	echo "<== $(1): $$([ $$code = 0 ] && echo ok || echo FAILED) in $$(($$(date +%s) - start)) s"; exit $$code
+endef
+
+.PHONY: help up test check unit e2e lint bench setup setup-vllm clean distclean
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+help: ## this list
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@echo "options of up: ENGINE=sim|vllm  WORKERS=$(WORKERS)  MODEL=PATH_OR_NAME  PORT=$(PORT)  ARGS='more flags of moongate up'"
+
+# setpriv: when make itself is killed, the fleet still gets its SIGTERM and cleans up.
+up: $(VENV) $(if $(filter vllm,$(ENGINE)),$(VLLM)) ## a whole fleet on this machine; Ctrl-C ends it
+	@exec setpriv --pdeathsig TERM .venv/bin/moongate up --engine $(ENGINE) --workers $(WORKERS) --port $(PORT) \
+		$(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+test: unit e2e ## all tests, e2e against real vLLM and real Mooncake included
+
+unit: $(VENV) ## tests without vLLM
+	$(call timed,unit tests,.venv/bin/python -m pytest tests --ignore=tests/e2e)
+
+e2e: $(VENV) $(VLLM) ## tests against real vLLM and real Mooncake
+	$(call timed,end-to-end tests,.venv/bin/python -m pytest tests/e2e)
+
+check: $(VENV) ## lint, format, types, import rules
+	$(call timed,ruff,.venv/bin/ruff check . && .venv/bin/ruff format --check .)
+	$(call timed,types,.venv/bin/basedpyright)
+	$(call timed,import rules,.venv/bin/lint-imports)
+
+bench: $(VENV) ## every benchmark (minutes)
+	@set -e; for script in bench/*.py; do echo "==> $$script"; .venv/bin/python $$script; done
+
+setup: $(VENV) ## make .venv
+setup-vllm: $(VLLM) ## make .venv-vllm
+
+$(VENV): pyproject.toml constraints.txt
+	@PYTHON=$(PYTHON) sh deploy/system-packages.sh
+	$(call timed,set-up of .venv,{ test -x .venv/bin/python || $(PYTHON) -m venv .venv; } && \
+		.venv/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '$(PROJECT)' && \
+		touch $@)
+
+$(VLLM): constraints-vllm.txt
+	@PYTHON=$(PYTHON) sh deploy/system-packages.sh
+	$(call timed,set-up of .venv-vllm,{ test -x .venv-vllm/bin/python || $(PYTHON) -m venv .venv-vllm; } && \
+		.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-deps --requirement constraints-vllm.txt && \
+		touch $@)
+
+clean: ## what runs and checks leave behind
+	rm -rf .moongate .pytest_cache .hypothesis .ruff_cache .import_linter_cache build dist
+	find $(wildcard $(CODE)) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## and the environments
+	rm -rf .venv .venv-vllm *.egg-info
