@@ -1,0 +1,189 @@
+"""Who may do what: the admin token, clients' API keys, and the guard in front of everything."""
+
+import hashlib
+import hmac
+import ipaddress
+import posixpath
+import re
+import secrets
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.errors import ApiError, Forbidden, NotFound, Unauthorized, send_error
+
+Caller = Literal["admin", "client", "anonymous"]
+RawHeaders = Iterable[tuple[bytes, bytes]]
+
+_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+# Headers a reverse proxy adds: with one of them the peer's address is not the caller's.
+_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
+
+
+class BadKeysFile(ValueError):
+    """The keys file can't be used; the message says why and quotes no key."""
+
+
+def _digest(secret: bytes) -> bytes:
+    return hashlib.sha256(secret).digest()
+
+
+class ClientKeys:
+    """The keys clients may use. None configured: everybody may.
+
+    Only digests are kept, and looked up by digest, so the time of a look-up says nothing about a key.
+    """
+
+    def __init__(self, keys: Iterable[str] = ()) -> None:
+        self._digests = frozenset(_digest(key.encode()) for key in keys)
+
+    @classmethod
+    def load(cls, file: str) -> "ClientKeys":
+        """Keys of `file`, one a line; blank lines and those that begin with # do not count.
+
+        "" means no keys. Raises BadKeysFile; a file without any key is one, since it would open the gate.
+        """
+        if not file:
+            return cls()
+        try:
+            lines = [line.strip() for line in Path(file).read_text("utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadKeysFile(f"{file}: cannot be read ({type(error).__name__})") from None
+        keys = [line for line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise BadKeysFile(f"{file}: holds no key")
+        return cls(keys)
+
+    @property
+    def required(self) -> bool:
+        return bool(self._digests)
+
+    def holds(self, key: bytes) -> bool:
+        return _digest(key) in self._digests
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class AdminToken:
+    """The one token of the admin API. With a generated one, admin answers to this machine only."""
+
+    def __init__(self, configured: str = "", announce: Callable[[str], None] = _to_stderr) -> None:
+        self.generated = not configured
+        token = configured or secrets.token_urlsafe(24)
+        self._digest = _digest(token.encode())
+        if self.generated:
+            announce(f"admin token (made for this run, shown once, this machine only): {token}")
+
+    def is_(self, credential: bytes) -> bool:
+        """Compared in constant time."""
+        return hmac.compare_digest(self._digest, _digest(credential))
+
+
+def credentials(headers: RawHeaders) -> list[bytes]:
+    """What the caller shows, in `Authorization: Bearer` or `x-api-key`, both alike and repeated or not."""
+    found: list[bytes] = []
+    for name, value in headers:
+        lowered = name.lower()
+        if lowered == b"x-api-key":
+            found.append(value.strip())
+        elif lowered == b"authorization":
+            scheme, _, rest = value.strip().partition(b" ")
+            if scheme.lower() == b"bearer":
+                found.append(rest.strip())
+    return [value for value in found if value]
+
+
+def is_admin_path(path: str) -> bool:
+    """Whether `path` means /admin under any spelling: encoded (repeatedly), doubled slashes, dots, case."""
+    for _ in range(4):
+        decoded = unquote(path)
+        if decoded == path:
+            break
+        path = decoded
+    path = re.sub(r"[/\\]+", "/", "/" + path)
+    first = posixpath.normpath(path).split("/")[1].split(";")[0]
+    return first.strip().casefold() == "admin"
+
+
+def _is_loopback(scope: Scope) -> bool:
+    client = scope.get("client")
+    if not client or any(name.lower() in _FORWARDED for name, _ in scope["headers"]):
+        return False
+    try:
+        address = ipaddress.ip_address(client[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+class Guard:
+    """ASGI layer that lets nobody in without the right credential, and notes in the scope who came.
+
+    `scope["state"]["caller"]` is "admin", "client" or "anonymous" for whatever stands behind.
+    admin_port: where /admin answers, and nothing but it and the probes; 0 means on every port.
+    """
+
+    def __init__(self, app: ASGIApp, admin: AdminToken, clients: ClientKeys, admin_port: int = 0) -> None:
+        self._app = app
+        self._admin = admin
+        self._clients = clients
+        self._admin_port = admin_port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            try:
+                scope.setdefault("state", {})["caller"] = self.admit(scope)
+            except ApiError as error:
+                if scope["type"] == "websocket":
+                    await send({"type": "websocket.close", "code": 1008})
+                else:
+                    await send_error(error, scope, send)
+                return
+        await self._app(scope, receive, send)
+
+    def admit(self, scope: Scope) -> Caller:
+        """Who the caller is. Raises Unauthorized, Forbidden, or NotFound on the wrong port."""
+        path: str = scope["path"]
+        is_admin_path_ = is_admin_path(path)
+        self._check_port(scope, is_admin_path_ or path in _OPEN_PATHS, is_admin_path_)
+        shown = credentials(scope["headers"])
+        caller: Caller = "anonymous"
+        if any(self._admin.is_(credential) for credential in shown):
+            caller = "admin" if not self._admin.generated or _is_loopback(scope) else "anonymous"
+        elif any(self._clients.holds(credential) for credential in shown):
+            caller = "client"
+        if is_admin_path_:
+            self._check_admin(scope, caller, shown)
+        elif caller == "anonymous" and self._clients.required and path not in _OPEN_PATHS:
+            raise Unauthorized(
+                "the API key is not known" if shown else "an API key is needed: Authorization: Bearer KEY",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return caller
+
+    def _check_admin(self, scope: Scope, caller: Caller, shown: list[bytes]) -> None:
+        if caller == "admin":
+            return
+        if self._admin.generated and not _is_loopback(scope):
+            raise Forbidden("admin answers to this machine only, until admin.token is configured")
+        if caller == "client":
+            raise Forbidden("client keys are not for admin")
+        raise Unauthorized(
+            "the admin token is not right" if shown else "the admin token is needed",
+            headers={"www-authenticate": "Bearer"},
+        )
+
+    def _check_port(self, scope: Scope, allowed_on_admin_port: bool, is_admin: bool) -> None:
+        if not self._admin_port:
+            return
+        server = scope.get("server")
+        on_admin_port = bool(server) and server[1] == self._admin_port
+        if is_admin != on_admin_port and not (on_admin_port and allowed_on_admin_port):
+            raise NotFound("not served on this port")

@@ -1,0 +1,116 @@
+"""The last decisions and how they turned out: a bounded ring, and the running audit of predictions."""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from policies.types import Decision
+
+OutcomeKind = Literal["ok", "error", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a turn ended.
+
+    status: HTTP status sent to the client, 0 if it left before one was.
+    cached_tokens: what the worker reported, None if it reported nothing. ttft_s: None without a first byte.
+    """
+
+    kind: OutcomeKind
+    status: int
+    cached_tokens: int | None = None
+    ttft_s: float | None = None
+    total_s: float = 0.0
+
+
+@dataclass(slots=True)
+class DecisionRecord:
+    """One decision. `time` in Unix seconds; `timings` in milliseconds by step; `outcome` comes at the end.
+
+    unrenderable: why the prompt's tokens could not be computed, "" if they could.
+    The policy's Decision is kept as it is; turning it into text is left to whoever reads the record.
+    """
+
+    request_id: str
+    time: float
+    api: str
+    model: str
+    prompt_tokens: int
+    block_size: int
+    decision: Decision
+    timings: dict[str, float] = field(default_factory=dict[str, float])
+    unrenderable: str = ""
+    outcome: Outcome | None = None
+
+    @property
+    def predicted_cached_tokens(self) -> int:
+        chosen = self.decision.chosen
+        return chosen.cached_tokens if chosen else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A turn whose worker reported another number of cached tokens than was predicted."""
+
+    request_id: str
+    target: str
+    predicted: int
+    actual: int
+
+
+@dataclass(slots=True)
+class Audit:
+    """Predicted against reported cached tokens, over all turns that reported any since the start."""
+
+    turns: int = 0
+    exact: int = 0
+    predicted_tokens: int = 0
+    actual_tokens: int = 0
+    error_tokens: int = 0
+    mismatches: deque[Mismatch] = field(default_factory=lambda: deque(maxlen=50))
+
+
+class DecisionLog:
+    """The newest `capacity` decisions by request id; a repeated id replaces the older record."""
+
+    def __init__(self, capacity: int = 1000) -> None:
+        assert capacity > 0
+        self.audit = Audit()
+        self._capacity = capacity
+        self._records: OrderedDict[str, DecisionRecord] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, record: DecisionRecord) -> None:
+        self._records[record.request_id] = record
+        self._records.move_to_end(record.request_id)
+        if len(self._records) > self._capacity:
+            self._records.popitem(last=False)
+
+    def finish(self, record: DecisionRecord, outcome: Outcome) -> None:
+        """Fill in how `record` ended and audit it, still in the ring or not. Once per record."""
+        assert record.outcome is None
+        record.outcome = outcome
+        actual = outcome.cached_tokens
+        if actual is None or record.unrenderable:
+            return
+        predicted, audit = record.predicted_cached_tokens, self.audit
+        audit.turns += 1
+        audit.predicted_tokens += predicted
+        audit.actual_tokens += actual
+        audit.error_tokens += abs(predicted - actual)
+        if predicted == actual:
+            audit.exact += 1
+        else:
+            target = record.decision.target or ""
+            audit.mismatches.append(Mismatch(record.request_id, target, predicted, actual))
+
+    def get(self, request_id: str) -> DecisionRecord | None:
+        return self._records.get(request_id)
+
+    def recent(self, limit: int) -> list[DecisionRecord]:
+        """At most `limit` records, the newest first."""
+        newest = reversed(self._records.values())
+        return [record for record, _ in zip(newest, range(limit), strict=False)]

@@ -1,0 +1,233 @@
+"""What Prometheus sees. Labels take registered names only, and no call here can fail a turn."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Concatenate, ParamSpec
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+
+OTHER = "other"
+# A bound for label values that are no configured names but few by construction (reasons, classes of errors):
+# the first 64 seen are kept, any further one is "other".
+_VOCABULARY = 64
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_TTFT_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+# Bucket 0 is the share of exact predictions; the others are powers of 4 from one block upwards.
+_ERROR_TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSample:
+    """One registered worker now. trust: 1 its index is exact, 0 it isn't believed, between: catching up."""
+
+    name: str
+    up: bool
+    inflight: int
+    trust: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state that gauges mirror, read at every scrape.
+
+    index_blocks: by (target, tier). kv_event_gaps: gaps in the event stream so far, by target.
+    """
+
+    workers: Sequence[WorkerSample] = ()
+    index_blocks: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    kv_event_gaps: Mapping[str, int] = field(default_factory=dict[str, int])
+    pool_degraded: bool = False
+
+
+def _harmless(call: Callable[Concatenate["Metrics", P], None]) -> Callable[Concatenate["Metrics", P], None]:
+    """A failed metric is logged, never raised: these calls stand inside streams."""
+
+    @wraps(call)
+    def guarded(self: "Metrics", *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            call(self, *args, **kwargs)
+        except Exception:
+            logger.exception("metric %s failed", call.__name__)
+
+    return guarded
+
+
+class Metrics:
+    """All series of one gateway, in a registry of their own.
+
+    snapshot: reads the state, once a scrape. serves: whether clients may ask for a model.
+    knows_worker: whether a worker or target of that name is registered.
+    """
+
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        *,
+        serves: Callable[[str], bool],
+        knows_worker: Callable[[str], bool],
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._snapshot = snapshot
+        self._serves = serves
+        self._knows_worker = knows_worker
+        self._words: dict[str, set[str]] = {}
+        self._workers_seen: set[str] = set()
+        self._gaps_seen: dict[str, int] = {}
+        self._state = _StateCollector()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"moongate_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"moongate_{name}", text, registry=self.registry, buckets=buckets)
+
+        self._requests = counter("requests", "Turns that ended.", "api", "model", "outcome")
+        self._decisions = counter("decisions", "Decisions made.", "policy", "action", "reason")
+        self._decision_seconds = histogram("decision_seconds", "From the body to the decision.", _SECONDS)
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens by predicted source.", "source")
+        self._cached = counter("actual_cached_tokens", "Cached tokens that workers reported.")
+        self._prediction_error = histogram(
+            "prediction_error_tokens", "Predicted against reported cached tokens, absolute.", _ERROR_TOKENS
+        )
+        self._kv_events = counter("kv_events", "KV events applied.", "worker", "kind")
+        self._kv_event_gaps = counter("kv_event_gaps", "Gaps seen in the workers' event streams.")
+        self._pool_lookup = histogram("pool_lookup_seconds", "Look-ups of a prefix in the pool.", _SECONDS)
+        self._ttft = histogram("ttft_seconds", "From the request to the answer's first byte.", _TTFT_SECONDS)
+        self._upstream_errors = counter("upstream_errors", "Tries that a worker failed.", "worker", "class")
+        self._unrenderable = counter(
+            "render_unsupported", "Prompts whose tokens could not be computed.", "model", "reason"
+        )
+        self._by_worker = (self._kv_events, self._upstream_errors)
+        for source in ("local", "pool", "computed"):
+            self._prompt_tokens.labels(source)
+        self.registry.register(self._state)
+        ProcessCollector(registry=self.registry)
+
+    @_harmless
+    def request(self, api: str, model: str, outcome: str) -> None:
+        """A turn ended. `model` may be anything a client sent."""
+        labels = self._word("api", api), self._model(model), self._word("outcome", outcome)
+        self._requests.labels(*labels).inc()
+
+    @_harmless
+    def decision(self, policy: str, action: str, reason: str, seconds: float) -> None:
+        labels = self._word("policy", policy), self._word("action", action), self._word("reason", reason)
+        self._decisions.labels(*labels).inc()
+        self._decision_seconds.observe(seconds)
+
+    @_harmless
+    def prompt_tokens(self, *, local: int, pool: int, computed: int) -> None:
+        """What the decision expects of its target: `pool` counts the tokens beyond `local`."""
+        for source, tokens in (("local", local), ("pool", pool), ("computed", computed)):
+            self._prompt_tokens.labels(source).inc(max(0, tokens))
+
+    @_harmless
+    def cached_tokens(self, *, predicted: int, actual: int) -> None:
+        """What the worker reported. Reports are not trusted to make sense."""
+        self._cached.inc(max(0, actual))
+        self._prediction_error.observe(abs(predicted - actual))
+
+    @_harmless
+    def kv_events(self, worker: str, kind: str, count: int = 1) -> None:
+        self._kv_events.labels(self._worker(worker), self._word("kind", kind)).inc(count)
+
+    @_harmless
+    def pool_lookup(self, seconds: float) -> None:
+        self._pool_lookup.observe(seconds)
+
+    @_harmless
+    def ttft(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    @_harmless
+    def upstream_error(self, worker: str, kind: str) -> None:
+        """A try that failed; `kind` is a class such as connect, reset, timeout or status."""
+        self._upstream_errors.labels(self._worker(worker), self._word("class", kind)).inc()
+
+    @_harmless
+    def unrenderable(self, model: str, reason: str) -> None:
+        self._unrenderable.labels(self._model(model), self._word("render", reason)).inc()
+
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """The page of /metrics and its content type, in the format that `accept` asks for."""
+        encode, content_type = choose_encoder(accept)
+        self._read_state()
+        self._forget_strangers()
+        return encode(self.registry), content_type
+
+    def _model(self, name: str) -> str:
+        return name if self._serves(name) else OTHER
+
+    def _worker(self, name: str) -> str:
+        if not self._knows_worker(name):
+            return OTHER
+        self._workers_seen.add(name)
+        return name
+
+    def _word(self, label: str, value: str) -> str:
+        words = self._words.setdefault(label, set())
+        if value not in words:
+            if len(words) >= _VOCABULARY:
+                return OTHER
+            words.add(value)
+        return value
+
+    @_harmless
+    def _read_state(self) -> None:
+        self._state.snapshot = None
+        self._state.snapshot = snapshot = self._snapshot()
+        for target, gaps in snapshot.kv_event_gaps.items():
+            seen = self._gaps_seen.get(target, 0)
+            # A target that was removed and added again counts from 0 once more.
+            self._kv_event_gaps.inc(gaps - seen if gaps >= seen else gaps)
+        self._gaps_seen = dict(snapshot.kv_event_gaps)
+
+    @_harmless
+    def _forget_strangers(self) -> None:
+        """Drop the series of workers that are registered no longer."""
+        for name in [name for name in self._workers_seen if not self._knows_worker(name)]:
+            for metric in self._by_worker:
+                metric.remove_by_labels({"worker": name})
+            self._workers_seen.discard(name)
+
+
+class _StateCollector(Collector):
+    """Gauges made from a snapshot at scrape time: they can't go stale, and no event can miss them."""
+
+    def __init__(self) -> None:
+        self.snapshot: Snapshot | None = None
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Nothing: registering must not read the state."""
+        return iter(())
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        snapshot = self.snapshot
+        if snapshot is None:
+            return
+        up = GaugeMetricFamily("moongate_worker_up", "1 while the worker may be chosen.", labels=["worker"])
+        inflight = GaugeMetricFamily("moongate_worker_inflight", "Turns under way there.", labels=["worker"])
+        trust = GaugeMetricFamily(
+            "moongate_index_trust",
+            "1: the index of the worker's cache is exact; 0: unknown.",
+            labels=["worker"],
+        )
+        for worker in snapshot.workers:
+            up.add_metric([worker.name], float(worker.up))
+            inflight.add_metric([worker.name], worker.inflight)
+            trust.add_metric([worker.name], worker.trust)
+        blocks = GaugeMetricFamily("moongate_index_blocks", "Blocks in the index.", labels=["worker", "tier"])
+        for (target, tier), count in snapshot.index_blocks.items():
+            blocks.add_metric([target, tier], count)
+        degraded = GaugeMetricFamily("moongate_pool_degraded", "1 while the pool can't be asked.")
+        degraded.add_metric([], float(snapshot.pool_degraded))
+        yield from (up, inflight, trust, blocks, degraded)

@@ -1,0 +1,233 @@
+"""What can be configured: every setting with its type, default and one line of explanation."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Seconds = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0)]
+LogLevel = Literal["debug", "info", "warning", "error"]
+HashAlgoChoice = Literal["auto", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
+
+_SECRET = {"secret": True}
+ENV_PREFIX = "MOONGATE_"
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the file. Its repr masks secrets, so that it may be logged."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.masked()!r})"
+
+    def masked(self) -> dict[str, Any]:
+        """As plain values; a secret that is set shows as ***."""
+        document: dict[str, Any] = msgspec.to_builtins(self)
+        for key in keys_of(type(self)):
+            if not key.secret:
+                continue
+            *path, last = key.name.split(".")
+            table = document
+            for part in path:
+                table = table[part]
+            if table[last]:
+                table[last] = "***"
+        return document
+
+
+class Server(Section, frozen=True):
+    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="Port to listen on; 0 takes a free one.")] = 8000
+    log_level: Annotated[LogLevel, Meta(description="Least severe log records to show.")] = "info"
+
+
+class Admin(Section, frozen=True):
+    token: Annotated[
+        str,
+        Meta(
+            extra=_SECRET,
+            description="Token of the admin API. Empty: one is made at start, printed once, "
+            "and admin answers to this machine only.",
+        ),
+    ] = ""
+    port: Annotated[Port, Meta(description="A port of its own for admin; 0 serves it on `server.port`.")] = 0
+
+
+class Auth(Section, frozen=True):
+    api_keys_file: Annotated[
+        str, Meta(description="File with one client key a line, read at start. Empty: clients need none.")
+    ] = ""
+
+
+class Workers(Section, frozen=True):
+    urls: Annotated[
+        list[str], Meta(description="Base URLs of the workers; more can be added while running.")
+    ] = []
+    api_key: Annotated[
+        str, Meta(extra=_SECRET, description="Key the workers expect. Clients' own keys never reach them.")
+    ] = ""
+    health_interval_s: Annotated[float, Meta(gt=0, description="Seconds between two probes of a worker.")] = (
+        1.0
+    )
+    health_timeout_s: Annotated[float, Meta(gt=0, description="Seconds a probe may take.")] = 2.0
+    kv_events: Annotated[bool, Meta(description="Follow the workers' KV events.")] = True
+
+
+class ModelSettings(Section, frozen=True):
+    tokenizer: Annotated[
+        str, Meta(description="Directory or name of the tokenizer; empty: the path the worker reports.")
+    ] = ""
+    hash_algo: Annotated[
+        HashAlgoChoice, Meta(description="The workers' prefix-caching hash; auto: as they report it.")
+    ] = "auto"
+    hash_seed: Annotated[
+        str, Meta(description="The workers' PYTHONHASHSEED text; auto: found from their events.")
+    ] = "auto"
+    block_size: Annotated[Count, Meta(description="Tokens in a KV block; 0: as the worker reports it.")] = 0
+    cache_prefix: Annotated[
+        str, Meta(description="The store connector's `cache_prefix` of this model's pool keys.")
+    ] = ""
+
+
+class PromptSettings(Section, frozen=True):
+    cache_bytes: Annotated[
+        Count, Meta(description="Memory for the text and tokens of conversations seen before, per model.")
+    ] = 256 << 20
+    threads: Annotated[int, Meta(ge=1, description="Threads that tokenize long new prompts, per model.")] = 1
+
+
+class Routing(Section, frozen=True):
+    policy: Annotated[str, Meta(description="Name of the routing policy.")] = "longest_prefix"
+    headers: Annotated[
+        Literal["off", "debug"],
+        Meta(description="debug: every answer carries the `x-moongate-*` headers of its decision."),
+    ] = "off"
+    options: Annotated[dict[str, Any], Meta(description="Options of the policy.")] = {}
+
+
+class Mooncake(Section, frozen=True):
+    master: Annotated[
+        str, Meta(description="HOST:PORT of the Mooncake master, as the workers use it. Empty: no pool.")
+    ] = ""
+    http_port: Annotated[
+        Annotated[int, Meta(ge=1, le=65535)], Meta(description="Port of the master's admin HTTP.")
+    ] = 9003
+    budget_ms: Annotated[
+        float, Meta(gt=0, description="Milliseconds a turn waits for the pool before it goes without.")
+    ] = 5.0
+
+
+class Timeouts(Section, frozen=True):
+    connect_s: Annotated[float, Meta(gt=0, description="Seconds to connect to a worker.")] = 2.0
+    first_byte_s: Annotated[
+        Seconds, Meta(description="Seconds until a worker's answer begins; 0: no limit.")
+    ] = 300.0
+    between_chunks_s: Annotated[
+        Seconds, Meta(description="Seconds between two chunks of an answer; 0: no limit.")
+    ] = 300.0
+    total_s: Annotated[Seconds, Meta(description="Seconds for a whole turn; 0: no limit.")] = 0.0
+    drain_s: Annotated[
+        Seconds, Meta(description="Seconds that turns under way have to end after SIGTERM.")
+    ] = 30.0
+
+
+class Limits(Section, frozen=True):
+    max_body_bytes: Annotated[Count, Meta(description="Largest request body; 0: no limit.")] = 64 << 20
+    tries: Annotated[
+        int, Meta(ge=1, description="Workers tried for one turn before anything was answered.")
+    ] = 3
+
+
+class Settings(Section, frozen=True):
+    """The whole configuration. Every leaf is used by something; see `docs/configuration.md`."""
+
+    server: Server = Server()
+    admin: Admin = Admin()
+    auth: Auth = Auth()
+    workers: Workers = Workers()
+    models: dict[str, ModelSettings] = {}
+    prompt: PromptSettings = PromptSettings()
+    routing: Routing = Routing()
+    mooncake: Mooncake = Mooncake()
+    timeouts: Timeouts = Timeouts()
+    limits: Limits = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One setting: `name` is dotted, `type` a type form, `models.*.x` stands for any model's x."""
+
+    name: str
+    type: Any
+    default: Any
+    description: str
+    secret: bool
+
+    @property
+    def env(self) -> str:
+        """Its environment variable; "" for those of a named model, whose names fit no variable."""
+        if "*" in self.name:
+            return ""
+        return ENV_PREFIX + self.name.replace(".", "__").upper()
+
+    @property
+    def allowed(self) -> str:
+        """The type and its bounds in words."""
+        return _in_words(self.type)
+
+
+def keys() -> list[Key]:
+    """Every setting, in the order of the file."""
+    return list(keys_of(Settings))
+
+
+def keys_of(struct: type[Section], prefix: str = "") -> Iterator[Key]:
+    """The settings of one table and those below it."""
+    hints = get_type_hints(struct, include_extras=True)
+    for field in msgspec.structs.fields(struct):
+        name = prefix + field.name
+        form = hints[field.name]
+        if isinstance(form, type) and issubclass(form, Section):
+            yield from keys_of(form, name + ".")
+        elif form == dict[str, ModelSettings]:
+            yield from keys_of(ModelSettings, name + ".*.")
+        else:
+            metas = _metas(form)
+            yield Key(
+                name,
+                form,
+                getattr(struct(), field.name),
+                next((meta.description for meta in metas if meta.description), ""),
+                any("secret" in (meta.extra or {}) for meta in metas),
+            )
+
+
+def plain(form: Any) -> Any:
+    """A type form without its constraints."""
+    while hasattr(form, "__metadata__"):
+        form = form.__origin__
+    return form
+
+
+_WORDS = {str: "text", int: "integer", float: "number", bool: "true or false"}
+
+
+def _metas(form: Any) -> list[Meta]:
+    return [] if not hasattr(form, "__metadata__") else [*_metas(form.__origin__), *form.__metadata__]
+
+
+def _in_words(form: Any) -> str:
+    kind = plain(form)
+    if get_origin(kind) is Literal:
+        return ", ".join(get_args(kind))
+    name = f"list of {_WORDS[get_args(kind)[0]]}" if get_origin(kind) is list else _WORDS.get(kind, "table")
+    bounds = [
+        f"{sign} {limit}"
+        for meta in _metas(form)
+        for sign, limit in ((">=", meta.ge), (">", meta.gt), ("<=", meta.le))
+        if limit is not None
+    ]
+    return f"{name} {' and '.join(bounds)}".strip()
