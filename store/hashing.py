@@ -1,0 +1,349 @@
+"""vLLM's block-hash chain, recomputed from token ids.
+
+vLLM cuts a prompt in blocks of `block_size` tokens and names each full block by the digest of
+`(parent digest, token ids, extra keys)`. The parent of the first block is a digest of a seed text, so two
+parties that agree on algorithm, seed and block size give the same names to the same prefixes:
+
+    tokens   | 0 ... 31 | 32 ... 63 | 64 ... 70        (block_size 32)
+    digests  |    d0    |    d1     |  (not full)      d0 = H(H(seed), tokens 0-31, extra), d1 = H(d0, ...)
+
+A block's full digest is in the Mooncake key; KV events carry its low 64 bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, Literal, TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+HashAlgo: TypeAlias = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
+Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.uint32]
+
+_KEY_BYTES: Final = 8
+_KEY_MASK: Final = (1 << 64) - 1
+# Python pickles an int below 2**31 in the 5-byte form, larger ones in another; no vocabulary comes near.
+_MAX_TOKEN: Final = (1 << 31) - 1
+# Seed of the sha256 forms when PYTHONHASHSEED is unset in the worker (vLLM 0.32).
+_DEFAULT_SEED: Final = "vllm-none-hash"
+
+
+@dataclass(frozen=True, slots=True)
+class HashScheme:
+    """How one worker names its blocks. `seed` is its PYTHONHASHSEED text, None when that is unset."""
+
+    algo: HashAlgo
+    block_size: int
+    seed: str | None = None
+
+
+class Digests(Sequence[bytes]):
+    """Digests of equal `width` back to back: 2 bytes a token at block size 16 instead of the 5 of a list."""
+
+    __hash__ = None  # type: ignore[assignment]
+    __slots__ = ("packed", "width")
+
+    def __init__(self, packed: bytes, width: int) -> None:
+        self.packed: Final = packed
+        self.width: Final = width
+
+    def __len__(self) -> int:
+        return len(self.packed) // self.width
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> Digests: ...
+    def __getitem__(self, index: int | slice) -> bytes | Digests:
+        if isinstance(index, slice):
+            return Digests(_cut(self.packed, self.width, index), self.width)
+        start = range(len(self))[index] * self.width
+        return self.packed[start : start + self.width]
+
+    def __iter__(self) -> Iterator[bytes]:
+        for start in range(0, len(self.packed), self.width):
+            yield self.packed[start : start + self.width]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Digests):
+            return self.packed == other.packed and self.width == other.width
+        return isinstance(other, Sequence) and list(self) == list(other)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+    def __repr__(self) -> str:
+        return f"Digests({len(self)} of {self.width} bytes)"
+
+
+class Keys(Sequence[int]):
+    """The low 64 bits of each digest, read out of the packed digests on demand."""
+
+    __hash__ = None  # type: ignore[assignment]
+    __slots__ = ("_packed", "_width")
+
+    def __init__(self, packed: bytes, width: int) -> None:
+        self._packed: Final = packed
+        self._width: Final = width
+
+    def __len__(self) -> int:
+        return len(self._packed) // self._width
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Keys: ...
+    def __getitem__(self, index: int | slice) -> int | Keys:
+        if isinstance(index, slice):
+            return Keys(_cut(self._packed, self._width, index), self._width)
+        end = (range(len(self))[index] + 1) * self._width
+        return int.from_bytes(self._packed[end - _KEY_BYTES : end], "big")
+
+    def __iter__(self) -> Iterator[int]:
+        per_digest = self._width // _KEY_BYTES
+        words = np.frombuffer(self._packed, dtype=">u8")[per_digest - 1 :: per_digest]
+        return iter(words.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+    def __repr__(self) -> str:
+        return f"Keys({len(self)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Digest and 64-bit key of every full block of a prompt, in order; the last, partial block has none."""
+
+    digests: Sequence[bytes]
+    keys: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.digests)
+
+    @classmethod
+    def of(cls, digests: Digests) -> Chain:
+        return cls(digests, Keys(digests.packed, digests.width))
+
+
+def chain(
+    tokens: Tokens,
+    scheme: HashScheme,
+    *,
+    cache_salt: str | None = None,
+    lora: tuple[str, str] | None = None,
+    resume: Chain | None = None,
+) -> Chain:
+    """The chain of all full blocks of `tokens` (the whole prompt, ids from 0 to 2**31 - 1).
+
+    `cache_salt` enters the first block, `lora` (name, path as the worker was given it, byte for byte) every
+    block. `resume` is the chain of the leading blocks under the same scheme, salt and adapter; its blocks are
+    taken over unchecked and only those after them are hashed.
+    Raises ValueError for a seed that cannot be known (see `none_hash`) or a token id out of range.
+    """
+    size = scheme.block_size
+    blocks = len(tokens) // size
+    done = min(len(resume), blocks) if resume is not None else 0
+    width = digest_width(scheme.algo)
+    known = _packed(resume, width)[: done * width] if resume is not None else b""
+    if done == blocks:
+        return Chain.of(Digests(known, width))
+    parent = known[-width:] if done else none_hash(scheme.algo, scheme.seed)
+    new = _as_array(tokens[done * size : blocks * size])
+    fresh = _hash_blocks(new, scheme, parent, cache_salt if done == 0 else None, lora)
+    return Chain.of(Digests(known + fresh, width))
+
+
+@lru_cache(maxsize=64)
+def none_hash(algo: HashAlgo, seed: str | None) -> bytes:
+    """The parent of a first block: digest of the serialised seed text.
+
+    Raises ValueError for the xxhash forms without a seed: each worker process then draws its own at random.
+    """
+    if seed is None:
+        if algo.startswith("xxhash"):
+            raise ValueError(f"{algo} without PYTHONHASHSEED has a random seed in every worker process")
+        seed = _DEFAULT_SEED
+    packed = _cbor_text(seed) if algo.endswith("_cbor") else pickle.dumps(seed, protocol=5)
+    return _digest_of(algo)(packed)
+
+
+def key_of(digest: bytes | int) -> int:
+    """The unsigned 64-bit key of a digest, or of an event's hash (which may arrive as a signed integer)."""
+    if isinstance(digest, int):
+        return digest & _KEY_MASK
+    return int.from_bytes(digest[-_KEY_BYTES:], "big")
+
+
+def usable_tokens(blocks: int, block_size: int, prompt_tokens: int) -> int:
+    """Tokens an engine reuses of `blocks` leading blocks it holds: it always computes at least one token."""
+    return max(0, min(blocks, (prompt_tokens - 1) // block_size)) * block_size
+
+
+def digest_width(algo: HashAlgo) -> int:
+    """Bytes in a digest: 32 for the sha256 forms, 16 for the xxhash forms."""
+    return 16 if algo.startswith("xxhash") else 32
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def _digest_of(algo: HashAlgo) -> Callable[[bytes], bytes]:
+    return xxhash.xxh3_128_digest if algo.startswith("xxhash") else _sha256
+
+
+def _packed(resume: Chain, width: int) -> bytes:
+    if isinstance(resume.digests, Digests):
+        if resume.digests.width != width:
+            raise ValueError("cannot resume a chain of another algorithm")
+        return resume.digests.packed
+    return b"".join(resume.digests)
+
+
+def _cut(packed: bytes, width: int, index: slice) -> bytes:
+    start, stop, step = index.indices(len(packed) // width)
+    if step == 1:
+        return packed[start * width : stop * width]
+    return b"".join(packed[i * width : (i + 1) * width] for i in range(start, stop, step))
+
+
+def _as_array(tokens: Tokens) -> npt.NDArray[np.uint32]:
+    try:
+        ids = np.asarray(tokens, dtype=np.uint32)
+    except (OverflowError, TypeError) as wrong:
+        raise ValueError("token ids must be integers from 0 to 2**31 - 1") from wrong
+    if ids.size and int(ids.max()) > _MAX_TOKEN:
+        raise ValueError("token ids must be integers from 0 to 2**31 - 1")
+    return ids
+
+
+def _hash_blocks(
+    tokens: npt.NDArray[np.uint32],
+    scheme: HashScheme,
+    parent: bytes,
+    cache_salt: str | None,
+    lora: tuple[str, str] | None,
+) -> bytes:
+    """Digests of `tokens` (a multiple of the block size) after `parent`, back to back."""
+    pack = _cbor_blocks if scheme.algo.endswith("_cbor") else _pickle_blocks
+    digest = _digest_of(scheme.algo)
+    size = scheme.block_size
+    every: Extra = (("lora", *lora),) if lora is not None else ()
+    found: list[bytes] = []
+    if cache_salt:
+        before, after = next(pack(tokens[:size], size, len(parent), (*every, ("cache_salt", cache_salt))))
+        parent = digest(before + parent + after)
+        found.append(parent)
+        tokens = tokens[size:]
+    for before, after in pack(tokens, size, len(parent), every):
+        parent = digest(before + parent + after)
+        found.append(parent)
+    return b"".join(found)
+
+
+Extra: TypeAlias = tuple[tuple[str, ...], ...]
+"""Tagged extra keys of a block; empty stands for vLLM's None."""
+
+# One row per width of a packed integer: which of its up to five bytes exist.
+_CBOR_BYTES: Final = np.array(
+    [[1, 0, 0, 0, 0], [1, 0, 0, 0, 1], [1, 0, 0, 1, 1], [1, 1, 1, 1, 1]], dtype=np.bool_
+)
+_PICKLE_BYTES: Final = np.array([[1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], dtype=np.bool_)
+_PICKLE_OPCODES: Final = np.frombuffer(b"KMJ", dtype=np.uint8)  # BININT1, BININT2, BININT
+
+
+def _cbor_blocks(
+    tokens: npt.NDArray[np.uint32], size: int, width: int, extra: Extra
+) -> Iterator[tuple[bytes, bytes]]:
+    """Canonical CBOR of `(parent, block, extra or None)` for each block, without the parent in the middle."""
+    kind = np.digitize(tokens, (24, 1 << 8, 1 << 16)).astype(np.uint8)
+    cells = np.empty((len(tokens), 5), dtype=np.uint8)
+    cells[:, 0] = np.where(kind == 0, tokens, 23 + kind)
+    cells[:, 1:] = tokens.astype(">u4").view(np.uint8).reshape(-1, 4)
+    before = b"\x83" + _cbor_head(2, width)
+    head = _cbor_head(4, size)
+    tail = _cbor_extra(extra)
+    for body in _bodies(cells, _CBOR_BYTES[kind], size):
+        yield before, head + body + tail
+
+
+def _pickle_blocks(
+    tokens: npt.NDArray[np.uint32], size: int, width: int, extra: Extra
+) -> Iterator[tuple[bytes, bytes]]:
+    """Pickle (protocol 5) of `(parent, block, extra or None)` for each block, without the parent.
+
+    One frame: pickle starts a second one after 64 KiB, that is for blocks of more than 13,000 tokens.
+    """
+    kind = np.digitize(tokens, (1 << 8, 1 << 16)).astype(np.uint8)
+    cells = np.empty((len(tokens), 5), dtype=np.uint8)
+    cells[:, 0] = _PICKLE_OPCODES[kind]
+    cells[:, 1:] = tokens.astype("<u4").view(np.uint8).reshape(-1, 4)
+    memo = 2  # the parent and the block's tuple are memoised before the extra keys
+    # A tuple of one to three has its own opcode at the end, a longer one a mark in front.
+    opening, closing = (b"", bytes((0x84 + size,))) if size <= 3 else (b"(", b"t")
+    tail = closing + b"\x94" + (_pickle_extra(extra, memo) if extra else b"N") + b"\x87\x94."
+    parent_head = b"C" + bytes((width,))
+    fixed = len(parent_head) + width + 1 + len(opening) + len(tail)
+    for body in _bodies(cells, _PICKLE_BYTES[kind], size):
+        frame = (fixed + len(body)).to_bytes(8, "little")
+        yield b"\x80\x05\x95" + frame + parent_head, b"\x94" + opening + body + tail
+
+
+def _bodies(cells: npt.NDArray[np.uint8], present: npt.NDArray[np.bool_], size: int) -> Iterator[bytes]:
+    """The bytes of each run of `size` tokens."""
+    packed = cells[present].tobytes()
+    ends = np.cumsum(present.sum(axis=1).reshape(-1, size).sum(axis=1)).tolist()
+    start = 0
+    for end in ends:
+        yield packed[start:end]
+        start = end
+
+
+def _cbor_head(major: int, value: int) -> bytes:
+    if value < 24:
+        return bytes((major << 5 | value,))
+    if value < 1 << 8:
+        return bytes((major << 5 | 24, value))
+    if value < 1 << 16:
+        return bytes((major << 5 | 25,)) + value.to_bytes(2, "big")
+    return bytes((major << 5 | 26,)) + value.to_bytes(4, "big")
+
+
+def _cbor_text(text: str) -> bytes:
+    data = text.encode()
+    return _cbor_head(3, len(data)) + data
+
+
+def _cbor_extra(extra: Extra) -> bytes:
+    if not extra:
+        return b"\xf6"
+    rows = (_cbor_head(4, len(row)) + b"".join(map(_cbor_text, row)) for row in extra)
+    return _cbor_head(4, len(extra)) + b"".join(rows)
+
+
+def _pickle_extra(extra: Extra, memo: int) -> bytes:
+    """Pickle of a tuple of tuples of texts, `memo` objects having been memoised before.
+
+    A text is written once and referred to afterwards if it is the same object. In the engine equal texts of
+    more than one character come from different places of a request, so they are different objects.
+    """
+    out: list[bytes] = []
+    seen: dict[str, int] = {}
+    for row in extra:
+        for text in row:
+            data = text.encode("utf-8", "surrogatepass")
+            if len(text) <= 1 and text in seen:
+                out.append(b"h" + bytes((seen[text],)))
+                continue
+            short = len(data) < 1 << 8
+            out.append((b"\x8c" if short else b"X") + len(data).to_bytes(1 if short else 4, "little") + data)
+            out.append(b"\x94")
+            seen[text] = memo
+            memo += 1
+        out.append(bytes((0x84 + len(row),)) + b"\x94")
+        memo += 1
+    return b"".join(out) + bytes((0x84 + len(extra),)) + b"\x94"
