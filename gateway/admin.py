@@ -1,0 +1,239 @@
+"""The admin API under /admin/v1: the fleet, what was decided and why, and what the gateway knows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol
+
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi.security import HTTPBearer
+from pydantic import BaseModel, ConfigDict
+
+from gateway import errors
+from gateway.admin_views import (
+    AuditAnswer,
+    ConfigAnswer,
+    DecisionsAnswer,
+    DecisionView,
+    ErrorAnswer,
+    IndexAnswer,
+    IndexEntry,
+    Loads,
+    PolicyAnswer,
+    PoolAnswer,
+    WorkersAnswer,
+    WorkerView,
+)
+from gateway.decisions import DecisionLog, DecisionRecord
+from gateway.settings import Settings
+from policies import registry
+from workers.fleet import BadWorker, DuplicateWorker, UnknownWorker
+from workers.worker import Worker
+
+PREFIX = "/admin/v1"
+
+
+class FleetAdmin(Protocol):
+    """The registry of workers. Adding also starts to probe, removing also stops. Raises as workers.fleet."""
+
+    def workers(self) -> Sequence[Worker]: ...
+    def get(self, name: str) -> Worker: ...
+    def add(self, url: str, name: str | None = None) -> Worker: ...
+    def cordon(self, name: str, cordoned: bool) -> Worker: ...
+    def remove(self, name: str) -> Worker: ...
+
+
+class Explainer(Protocol):
+    """Decides without acting: no lease, no metric, nothing on record."""
+
+    async def explain(self, path: str, body: bytes) -> DecisionRecord:
+        """`path`: the API's path the body would be posted to. Raises errors.ApiError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdminParts:
+    """What the admin API reads and changes."""
+
+    settings: Settings
+    fleet: FleetAdmin
+    loads: Loads
+    explainer: Explainer
+    decisions: DecisionLog
+    index: Callable[[], Sequence[IndexEntry]]
+    pool: Callable[[], PoolAnswer]
+
+
+class NewWorker(BaseModel):
+    """url: http(s)://HOST:PORT. name: made of host and port if not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    url: str
+    name: str | None = None
+
+
+class WorkerChange(BaseModel):
+    """cordoned: true takes the worker out of the choice for new turns, false puts it back."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    cordoned: bool
+
+
+class _Fields(msgspec.Struct):
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def guess_api(body: bytes) -> str:
+    """The path a body was probably meant for: completions if it has a prompt and no messages, else chat."""
+    try:
+        fields = msgspec.json.decode(body, type=_Fields)
+    except msgspec.MsgspecError:
+        return "/v1/chat/completions"
+    is_text = fields.prompt is not msgspec.UNSET and fields.messages is msgspec.UNSET
+    return "/v1/completions" if is_text else "/v1/chat/completions"
+
+
+def _only_admin(request: Request) -> None:
+    """Closed by default: the guard in front must have recognised the admin token."""
+    if request.scope.get("state", {}).get("caller") != "admin":
+        raise errors.Forbidden("admin only")
+
+
+def build_admin(parts: AdminParts) -> FastAPI:
+    """The ASGI app that answers everything below /admin; to be put behind `auth.Guard`."""
+    app = FastAPI(
+        title="Moongate admin API",
+        version="1",
+        openapi_url=f"{PREFIX}/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(_only_admin)],
+    )
+    errors.install(app)
+    faults: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}}
+    for router in (_workers(parts), _decisions(parts), _knowledge(parts)):
+        app.include_router(router, prefix=PREFIX, responses=faults)
+    return app
+
+
+def _workers(parts: AdminParts) -> APIRouter:
+    router = APIRouter(tags=["workers"])
+    fleet = parts.fleet
+
+    def view(worker: Worker) -> WorkerView:
+        return WorkerView.of(worker, parts.loads)
+
+    @router.get("/workers", summary="All workers")
+    async def get_workers() -> WorkersAnswer:
+        return WorkersAnswer(workers=[view(worker) for worker in fleet.workers()])
+
+    @router.post("/workers", status_code=201, summary="Add a worker")
+    async def add_worker(new: NewWorker, response: Response) -> WorkerView:
+        try:
+            worker = fleet.add(new.url, new.name)
+        except BadWorker as error:
+            raise errors.InvalidRequest(str(error), param="url") from None
+        except DuplicateWorker as error:
+            raise errors.Conflict(str(error)) from None
+        response.headers["location"] = f"{PREFIX}/workers/{worker.name}"
+        return view(worker)
+
+    @router.get("/workers/{name}", summary="One worker")
+    async def get_worker(name: str) -> WorkerView:
+        return view(_known(lambda: fleet.get(name)))
+
+    @router.patch("/workers/{name}", summary="Cordon or uncordon a worker")
+    async def change_worker(name: str, change: WorkerChange) -> WorkerView:
+        return view(_known(lambda: fleet.cordon(name, change.cordoned)))
+
+    @router.delete("/workers/{name}", status_code=204, summary="Remove a worker; its turns end undisturbed")
+    async def remove_worker(name: str) -> None:
+        _known(lambda: fleet.remove(name))
+
+    _ = get_workers, add_worker, get_worker, change_worker, remove_worker
+    return router
+
+
+def _known(act: Callable[[], Worker]) -> Worker:
+    try:
+        return act()
+    except UnknownWorker:
+        raise errors.NotFound("no worker has that name", param="name", code="worker_not_found") from None
+
+
+def _decisions(parts: AdminParts) -> APIRouter:
+    router = APIRouter(tags=["decisions"])
+
+    @router.post(
+        "/explain",
+        summary="Where would this body go, and why",
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "description": "A request body as a client would send it.",
+                "content": {"application/json": {"schema": {"type": "object"}}},
+            }
+        },
+    )
+    async def explain(
+        request: Request,
+        api: Annotated[str, Query(description="Path the body is for; guessed if not given.")] = "",
+    ) -> DecisionView:
+        body = await _body(request, parts.settings.limits.max_body_bytes)
+        return DecisionView.of(await parts.explainer.explain(api or guess_api(body), body))
+
+    @router.get("/decisions", summary="The last decisions")
+    async def get_decisions(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> DecisionsAnswer:
+        return DecisionsAnswer(decisions=[DecisionView.of(r) for r in parts.decisions.recent(limit)])
+
+    @router.get("/decisions/{request_id:path}", summary="One decision and how it turned out")
+    async def get_decision(request_id: str) -> DecisionView:
+        record = parts.decisions.get(request_id)
+        if record is None:
+            raise errors.NotFound("no decision with that request id is remembered", param="request_id")
+        return DecisionView.of(record)
+
+    @router.get("/audit", summary="Predicted against reported cached tokens")
+    async def get_audit() -> AuditAnswer:
+        return AuditAnswer.of(parts.decisions.audit)
+
+    _ = explain, get_decisions, get_decision, get_audit
+    return router
+
+
+def _knowledge(parts: AdminParts) -> APIRouter:
+    router = APIRouter(tags=["knowledge"])
+
+    @router.get("/index", summary="What is known of the workers' caches, and how far it is to be trusted")
+    async def get_index() -> IndexAnswer:
+        return IndexAnswer(targets=list(parts.index()))
+
+    @router.get("/pool", summary="The Mooncake pool as the gateway sees it")
+    async def get_pool() -> PoolAnswer:
+        return parts.pool()
+
+    @router.get("/policy", summary="The policy in force")
+    async def get_policy() -> PolicyAnswer:
+        routing = parts.settings.routing
+        return PolicyAnswer(name=routing.policy, options=routing.options, available=registry.names())
+
+    @router.get("/config", summary="The effective settings")
+    async def get_config() -> ConfigAnswer:
+        return ConfigAnswer(settings=parts.settings.masked())
+
+    _ = get_index, get_pool, get_policy, get_config
+    return router
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """The whole body. Raises PayloadTooLarge beyond `limit` bytes (0: none)."""
+    parts: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if limit and size > limit:
+            raise errors.PayloadTooLarge(f"the body is larger than {limit} bytes")
+        parts.append(chunk)
+    return b"".join(parts)

@@ -1,0 +1,289 @@
+"""What the admin API answers with: documented models, and how they are read off the gateway's own values."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gateway.decisions import Audit, DecisionRecord, Outcome
+from policies.types import Scored
+from workers.leases import TargetLoad
+from workers.worker import Worker
+
+
+class Answer(BaseModel):
+    """Base of all answers: no field beyond those documented."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorDetail(Answer):
+    message: str
+    type: str
+    code: str
+    param: str | None
+
+
+class ErrorAnswer(Answer):
+    error: ErrorDetail
+
+
+class ServedModel(Answer):
+    id: str
+    root: str = Field(description="Path or name the worker loaded it from.")
+    parent: str = Field(description="The base model of an adapter.")
+    max_model_len: int = Field(description="Tokens; 0 if the worker does not say.")
+
+
+class TargetView(Answer):
+    name: str
+    inflight: int = Field(description="Turns sent there that have not ended.")
+    queued_tokens: int = Field(description="Uncached tokens of turns that still wait for their first token.")
+
+
+class WorkerView(Answer):
+    name: str
+    url: str
+    state: str = Field(description="starting, up or down.")
+    reason: str = Field(description="Why it is not up.")
+    cordoned: bool = Field(description="A cordoned worker gets no new turns.")
+    models: list[ServedModel]
+    targets: list[TargetView] = Field(description="The worker, or one entry per data-parallel rank.")
+    running: float = Field(description="Requests the engine runs, as it last said.")
+    waiting: float = Field(description="Requests the engine has queued, as it last said.")
+    kv_usage: float = Field(description="Share of the KV cache in use by running requests, 0 to 1.")
+    block_size: int = Field(description="Tokens in a KV block; 0 if the worker does not say.")
+    hash_algo: str
+
+    @classmethod
+    def of(cls, worker: Worker, loads: "Loads") -> "WorkerView":
+        report = worker.report
+        targets = [
+            TargetView(name=target.name, inflight=load.inflight, queued_tokens=load.queued_tokens)
+            for target in worker.targets
+            for load in [loads.load(target.name)]
+        ]
+        return cls(
+            name=worker.name,
+            url=worker.url,
+            state=worker.state,
+            reason=worker.reason,
+            cordoned=worker.cordoned,
+            models=[
+                ServedModel(id=c.id, root=c.root, parent=c.parent, max_model_len=c.max_model_len)
+                for c in worker.models
+            ],
+            targets=targets,
+            running=report.running,
+            waiting=report.waiting,
+            kv_usage=report.kv_usage,
+            block_size=report.block_size,
+            hash_algo=report.hash_algo,
+        )
+
+
+class Loads(Protocol):
+    """Where the present load of a target is read; the fleet's lease book is one."""
+
+    def load(self, target: str) -> TargetLoad: ...
+
+
+class WorkersAnswer(Answer):
+    workers: list[WorkerView]
+
+
+class CandidateView(Answer):
+    target: str
+    excluded: str = Field(description="Why it may not be chosen: down, starting, cordoned, model, failed.")
+    local_tokens: int = Field(description="Leading tokens in its own cache.")
+    pool_tokens: int = Field(description="Leading tokens readable from the pool.")
+    queued_tokens: int
+    inflight: int
+    waiting: float
+    terms: dict[str, float] = Field(
+        description="The cost terms that were weighed, as the policy counts them."
+    )
+    cost: float = Field(description="Their sum.")
+
+    @classmethod
+    def of(cls, scored: Scored) -> "CandidateView":
+        candidate = scored.candidate
+        return cls(
+            target=candidate.target,
+            excluded=candidate.excluded,
+            local_tokens=candidate.local_tokens,
+            pool_tokens=candidate.pool_tokens,
+            queued_tokens=candidate.queued_tokens,
+            inflight=candidate.inflight,
+            waiting=candidate.waiting,
+            terms=dict(scored.terms),
+            cost=scored.cost,
+        )
+
+
+class OutcomeView(Answer):
+    kind: str = Field(description="ok, error or cancelled.")
+    status: int
+    cached_tokens: int | None = Field(description="What the worker reported; null if it did not.")
+    ttft_s: float | None
+    total_s: float
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> "OutcomeView":
+        return cls(
+            kind=outcome.kind,
+            status=outcome.status,
+            cached_tokens=outcome.cached_tokens,
+            ttft_s=outcome.ttft_s,
+            total_s=outcome.total_s,
+        )
+
+
+class DecisionView(Answer):
+    request_id: str
+    time: float = Field(description="Unix seconds.")
+    api: str
+    model: str
+    prompt_tokens: int = Field(description="0 if they could not be computed; see unrenderable.")
+    blocks: int = Field(description="Full KV blocks of the prompt.")
+    block_size: int
+    unrenderable: str = Field(description="Why the prompt's tokens could not be computed.")
+    policy: str
+    action: str = Field(description="local, pull, recompute or none.")
+    target: str | None
+    reason: str
+    predicted_cached_tokens: int
+    candidates: list[CandidateView]
+    timings_ms: dict[str, float]
+    outcome: OutcomeView | None = Field(description="null while the turn runs, and for explanations.")
+
+    @classmethod
+    def of(cls, record: DecisionRecord) -> "DecisionView":
+        decision = record.decision
+        return cls(
+            request_id=record.request_id,
+            time=record.time,
+            api=record.api,
+            model=record.model,
+            prompt_tokens=record.prompt_tokens,
+            blocks=record.prompt_tokens // record.block_size if record.block_size else 0,
+            block_size=record.block_size,
+            unrenderable=record.unrenderable,
+            policy=decision.policy,
+            action=decision.action,
+            target=decision.target,
+            reason=decision.reason,
+            predicted_cached_tokens=record.predicted_cached_tokens,
+            candidates=[CandidateView.of(scored) for scored in decision.scored],
+            timings_ms=record.timings,
+            outcome=OutcomeView.of(record.outcome) if record.outcome else None,
+        )
+
+
+class DecisionsAnswer(Answer):
+    decisions: list[DecisionView] = Field(description="The newest first.")
+
+
+class IndexEntry(Answer):
+    target: str
+    blocks: dict[str, int] = Field(description="Blocks in the index by tier.")
+    stream: str = Field(description="exact, catching-up, degraded, or none: no KV events from there.")
+    last_seq: int | None = Field(description="Sequence number of the last batch of events applied.")
+    batches: int
+    gaps: int
+    garbage: int = Field(description="Messages that could not be decoded.")
+    last_event_age_s: float | None = Field(description="Seconds since the last batch.")
+    hash_mismatch: str = Field(description="How this target's block hashes differ from what was expected.")
+
+
+class IndexAnswer(Answer):
+    targets: list[IndexEntry]
+
+
+class StreamState(Protocol):
+    """What is read of a stream's status."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def last_seq(self) -> int | None: ...
+    @property
+    def batches(self) -> int: ...
+    @property
+    def gaps(self) -> int: ...
+    @property
+    def garbage(self) -> int: ...
+    @property
+    def last_event_age_s(self) -> float | None: ...
+
+
+def index_entries(
+    targets: list[str],
+    streams: Mapping[str, StreamState],
+    sizes: Mapping[tuple[str, str], int],
+    mismatches: Mapping[str, str],
+) -> list[IndexEntry]:
+    """One entry for each registered target, and for any other that the index still holds blocks of."""
+    names = [*targets, *sorted({target for target, _ in sizes} - set(targets))]
+    return [
+        IndexEntry(
+            target=name,
+            blocks={tier: count for (target, tier), count in sizes.items() if target == name},
+            stream=stream.state if stream else "none",
+            last_seq=stream.last_seq if stream else None,
+            batches=stream.batches if stream else 0,
+            gaps=stream.gaps if stream else 0,
+            garbage=stream.garbage if stream else 0,
+            last_event_age_s=stream.last_event_age_s if stream else None,
+            hash_mismatch=mismatches.get(name, ""),
+        )
+        for name in names
+        for stream in [streams.get(name)]
+    ]
+
+
+class PoolAnswer(Answer):
+    configured: bool
+    master: str
+    degraded: bool = Field(description="The pool can't be asked; turns go without it meanwhile.")
+    details: dict[str, Any] = Field(description="The pool view's own state.")
+
+
+class MismatchView(Answer):
+    request_id: str
+    target: str
+    predicted: int
+    actual: int
+
+
+class AuditAnswer(Answer):
+    turns: int = Field(description="Turns whose worker reported cached tokens.")
+    exact: int = Field(description="Those where the prediction was exactly right.")
+    exact_ratio: float | None
+    predicted_tokens: int
+    actual_tokens: int
+    error_tokens: int = Field(description="Sum of the absolute differences.")
+    mismatches: list[MismatchView] = Field(description="The last 50.")
+
+    @classmethod
+    def of(cls, audit: Audit) -> "AuditAnswer":
+        return cls(
+            turns=audit.turns,
+            exact=audit.exact,
+            exact_ratio=audit.exact / audit.turns if audit.turns else None,
+            predicted_tokens=audit.predicted_tokens,
+            actual_tokens=audit.actual_tokens,
+            error_tokens=audit.error_tokens,
+            mismatches=[MismatchView(**asdict(mismatch)) for mismatch in audit.mismatches],
+        )
+
+
+class PolicyAnswer(Answer):
+    name: str
+    options: dict[str, Any]
+    available: list[str]
+
+
+class ConfigAnswer(Answer):
+    settings: dict[str, Any] = Field(description="The effective settings, secrets masked.")
