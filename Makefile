@@ -10,7 +10,7 @@ PYTHON  ?= python3
 
 VENV := .venv/.installed
 VLLM := .venv-vllm/.installed
-PIP_FLAGS := --quiet --disable-pip-version-check
+PIP_FLAGS := -qq --disable-pip-version-check
 PROJECT := .[mooncake,dev]
 CODE := gateway store workers policies replay bench tests
 

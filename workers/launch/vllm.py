@@ -43,6 +43,7 @@ class VllmWorkerSpec:
     hash_algo: Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] = "sha256_cbor"
     hash_seed: str | None = None
     load_format: str = "dummy"
+    offline: bool = True
     extra_args: tuple[str, ...] = ()
 
     @property
@@ -141,7 +142,6 @@ def _transfer_config(spec: VllmWorkerSpec) -> dict[str, Any]:
 
 def _environment(spec: VllmWorkerSpec) -> dict[str, str]:
     env = {
-        "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         # Engine core inside the server process: 1.0 instead of 1.4 GB, up in 16 instead of 22 s (2 cores).
@@ -158,6 +158,8 @@ def _environment(spec: VllmWorkerSpec) -> dict[str, str]:
     if spec.mooncake is not None:
         env["MOONCAKE_CONFIG_PATH"] = str(spec.directory / MOONCAKE_CONFIG)
         env["MOONCAKE_REQUESTER_LOCAL_HOSTNAME"] = spec.segment
+    if spec.offline:
+        env["HF_HUB_OFFLINE"] = "1"
     if spec.hash_seed is not None:
         env["PYTHONHASHSEED"] = spec.hash_seed
     return env
