@@ -2,9 +2,9 @@
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Literal
 from urllib.parse import urlsplit
 
 from workers.leases import LeaseBook
@@ -27,29 +27,33 @@ class BadWorker(ValueError):
     """The URL or the name cannot be a worker's."""
 
 
-class FleetListener(Protocol):
-    """Told of changes, in order, on the event loop; must return at once."""
+FleetEvent = Literal["added", "up", "restarted", "lost", "removed"]
+"""What can happen to a worker.
 
-    def worker_up(self, worker: Worker) -> None:
-        """Probed and ready; also called when its endpoints or models changed."""
-        ...
+added, removed: it is registered, or no longer.
+up: probed and ready; again when its endpoints or models changed.
+restarted: the same address, a new process: whatever was known of its cache is void.
+lost: it was up and is down, or was removed: its cache can't be reached.
+"""
 
-    def worker_restarted(self, worker: Worker) -> None:
-        """The same address, a new process: whatever was known of its cache is void."""
-        ...
-
-    def worker_lost(self, worker: Worker) -> None:
-        """Down or removed: its cache can't be reached."""
-        ...
+FleetListener = Callable[[FleetEvent, Worker], None]
+"""Told of every event in order, on the event loop; must return at once."""
 
 
 class Fleet:
     """All registered workers and the leases on their targets."""
 
-    def __init__(self, listeners: Iterable[FleetListener] = ()) -> None:
+    def __init__(self) -> None:
         self.leases = LeaseBook()
-        self._listeners = tuple(listeners)
+        self._listeners: list[FleetListener] = []
         self._workers: dict[str, Worker] = {}
+
+    def listen(self, listener: FleetListener) -> None:
+        self._listeners.append(listener)
+
+    def _tell(self, event: FleetEvent, worker: Worker) -> None:
+        for listener in self._listeners:
+            listener(event, worker)
 
     def workers(self) -> list[Worker]:
         return list(self._workers.values())
@@ -80,14 +84,16 @@ class Fleet:
         if name in self._workers or any(w.url == url for w in self._workers.values()):
             raise DuplicateWorker(f"worker {name} is registered already")
         worker = self._workers[name] = Worker(name, url)
+        self._tell("added", worker)
         return worker
 
     def remove(self, name: str) -> Worker:
         """Take the worker out; turns already sent there end undisturbed. Raises UnknownWorker."""
         worker = self.get(name)
         del self._workers[name]
-        for listener in self._listeners:
-            listener.worker_lost(worker)
+        if worker.state == "up":
+            self._tell("lost", worker)
+        self._tell("removed", worker)
         return worker
 
     def cordon(self, name: str, cordoned: bool) -> Worker:
@@ -102,6 +108,10 @@ class Fleet:
     def serves(self, model: str) -> bool:
         """Whether any registered worker, up or not, is known to serve `model`."""
         return any(worker.card(model) for worker in self._workers.values())
+
+    def knows_models(self) -> bool:
+        """Whether any worker has said yet what it serves."""
+        return any(worker.models for worker in self._workers.values())
 
     def mark_up(
         self,
@@ -119,11 +129,10 @@ class Fleet:
         if worker.state != "up":
             logger.info("worker %s is up", worker.name)
         worker.state, worker.reason = "up", ""
-        for listener in self._listeners:
-            if restarted:
-                listener.worker_restarted(worker)
-            if changed:
-                listener.worker_up(worker)
+        if restarted:
+            self._tell("restarted", worker)
+        if changed:
+            self._tell("up", worker)
 
     def mark_down(self, worker: Worker, reason: str) -> None:
         """A failed probe or a refused connection."""
@@ -136,5 +145,4 @@ class Fleet:
         worker.reason = reason
         worker.report = replace(worker.report, running=0.0, waiting=0.0)
         if was_up:
-            for listener in self._listeners:
-                listener.worker_lost(worker)
+            self._tell("lost", worker)

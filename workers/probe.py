@@ -4,13 +4,13 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
-from workers.fleet import Fleet
+from workers.fleet import Fleet, FleetEvent
 from workers.worker import EngineReport, KvEndpoint, ModelCard, Worker
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ class _Card(msgspec.Struct):
     max_model_len: int | None = None
 
 
-class _Cards(msgspec.Struct):
-    data: list[_Card]
+class _ModelPage(msgspec.Struct):
+    data: list[dict[str, Any]]
 
 
 class _KvSource(msgspec.Struct):
@@ -86,8 +86,13 @@ def parse_kv_sources(body: bytes, host: str) -> tuple[KvEndpoint, ...]:
 
 
 def parse_models(body: bytes) -> tuple[ModelCard, ...]:
-    cards = msgspec.json.decode(body, type=_Cards).data
-    return tuple(ModelCard(c.id, c.root or "", c.parent or "", c.max_model_len or 0) for c in cards)
+    """The entries of /v1/models, each with all its fields."""
+    page = msgspec.json.decode(body, type=_ModelPage)
+    cards = msgspec.convert(page.data, list[_Card])
+    return tuple(
+        ModelCard(c.id, c.root or "", c.parent or "", c.max_model_len or 0, entry)
+        for c, entry in zip(cards, page.data, strict=True)
+    )
 
 
 class ProbeFailed(Exception):
@@ -114,12 +119,18 @@ class Probe:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wakes: dict[str, asyncio.Event] = {}
 
-    def watch(self, worker: Worker) -> None:
-        """Start probing `worker` at once."""
+    def follow(self, event: FleetEvent, worker: Worker) -> None:
+        """A fleet listener: a registered worker is probed from that instant on."""
+        if event == "added":
+            self._start(worker)
+        elif event == "removed":
+            self._stop(worker)
+
+    def _start(self, worker: Worker) -> None:
         self._wakes[worker.name] = asyncio.Event()
         self._tasks[worker.name] = asyncio.create_task(self._watch(worker), name=f"probe {worker.name}")
 
-    def unwatch(self, worker: Worker) -> None:
+    def _stop(self, worker: Worker) -> None:
         self._wakes.pop(worker.name, None)
         task = self._tasks.pop(worker.name, None)
         if task:

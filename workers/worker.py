@@ -1,7 +1,8 @@
 """A routable vLLM server as the gateway knows it: what it serves, how it feels, where its events are."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 WorkerState = Literal["starting", "up", "down"]
@@ -9,12 +10,16 @@ WorkerState = Literal["starting", "up", "down"]
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """One entry of the worker's /v1/models. `root` is the literal model path, `parent` an adapter's base."""
+    """One entry of the worker's /v1/models. `root` is the literal model path, `parent` an adapter's base.
+
+    entry: the whole entry as the worker gave it; it holds a time of day, so it does not count in comparisons.
+    """
 
     id: str
     root: str = ""
     parent: str = ""
     max_model_len: int = 0
+    entry: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
 
 
 @dataclass(frozen=True, slots=True)

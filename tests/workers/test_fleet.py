@@ -1,0 +1,208 @@
+"""The registry, its leases and its probe, against real HTTP servers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from aiohttp import web
+
+from workers.fleet import BadWorker, DuplicateWorker, Fleet, FleetEvent, UnknownWorker
+from workers.leases import LeaseBook
+from workers.probe import Probe, parse_kv_sources, parse_metrics
+from workers.worker import EngineReport, KvEndpoint, ModelCard, Worker
+
+CARDS = (ModelCard("m", "/models/m"),)
+
+
+class Told:
+    """A listener that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+
+    def follow(self, event: FleetEvent, worker: Worker) -> None:
+        self.events.append((event, worker.name))
+
+
+def told_fleet() -> tuple[Fleet, Told]:
+    fleet, told = Fleet(), Told()
+    fleet.listen(told.follow)
+    return fleet, told
+
+
+def report(started: float = 100.0) -> EngineReport:
+    return EngineReport(started=started, block_size=32, hash_algo="sha256")
+
+
+def test_listeners_hear_of_changes_once_and_of_restarts_before_the_new_life_counts() -> None:
+    fleet, told = told_fleet()
+    worker = fleet.add("http://127.0.0.1:8101")
+    fleet.mark_up(worker, report(), CARDS, ())
+    fleet.mark_up(worker, report(), CARDS, ())
+    assert told.events == [("added", "127.0.0.1:8101"), ("up", "127.0.0.1:8101")]
+    told.events = told.events[1:]
+    fleet.mark_up(worker, report(started=200.0), CARDS, ())
+    assert told.events[1:] == [("restarted", "127.0.0.1:8101")]
+    fleet.mark_down(worker, "refused")
+    fleet.mark_down(worker, "refused")
+    assert told.events[2:] == [("lost", "127.0.0.1:8101")]
+    fleet.mark_up(worker, report(started=300.0), CARDS, ())
+    assert told.events[3:] == [("restarted", "127.0.0.1:8101"), ("up", "127.0.0.1:8101")]
+
+
+def test_a_worker_that_never_came_up_is_starting_not_down() -> None:
+    fleet = Fleet()
+    worker = fleet.add("http://127.0.0.1:8101")
+    fleet.mark_down(worker, "refused")
+    assert worker.state == "starting"
+    fleet.mark_up(worker, report(), CARDS, ())
+    fleet.mark_down(worker, "refused")
+    assert worker.state == "down"
+
+
+def test_a_late_probe_of_a_removed_worker_changes_nothing() -> None:
+    fleet, told = told_fleet()
+    worker = fleet.add("http://127.0.0.1:8101")
+    fleet.remove(worker.name)
+    assert told.events == [("added", worker.name), ("removed", worker.name)]
+    told.events.clear()
+    fleet.mark_up(worker, report(), CARDS, ())
+    fleet.mark_down(worker, "refused")
+    assert told.events == []
+    assert fleet.workers() == []
+
+
+@pytest.mark.parametrize(
+    "url", ["", "ftp://h:1", "h:8000", "http://", "http://u:p@h:1", "http://h:99999", "http://h:1?x=1"]
+)
+def test_bad_worker_urls_are_refused(url: str) -> None:
+    fleet = Fleet()
+    with pytest.raises(BadWorker):
+        fleet.add(url)
+    assert fleet.workers() == []
+
+
+def test_names_and_urls_are_unique_and_unknown_names_say_so() -> None:
+    fleet = Fleet()
+    fleet.add("http://h:1", "a")
+    with pytest.raises(DuplicateWorker):
+        fleet.add("http://h:2", "a")
+    with pytest.raises(DuplicateWorker):
+        fleet.add("http://h:1/", "b")
+    with pytest.raises(BadWorker):
+        fleet.add("http://h:3", "no spaces")
+    with pytest.raises(UnknownWorker):
+        fleet.remove("z")
+
+
+def test_b050_ranks_become_targets() -> None:
+    fleet = Fleet()
+    worker = fleet.add("http://h:1", "w")
+    fleet.mark_up(worker, report(), CARDS, tuple(KvEndpoint(r, f"tcp://h:{r + 1}", None) for r in range(4)))
+    assert [t.name for t in worker.targets] == ["w@0", "w@1", "w@2", "w@3"]
+    assert worker.target_of(2) == "w@2"
+
+
+def test_b005_leases_come_back_from_every_path_and_only_once() -> None:
+    book = LeaseBook()
+    one, two = book.take("w", 100), book.take("w", 50)
+    assert (book.load("w").queued_tokens, book.load("w").inflight) == (150, 2)
+    one.first_token()
+    one.first_token()
+    assert (book.load("w").queued_tokens, book.load("w").inflight) == (50, 2)
+    one.release()
+    one.release()
+    one.first_token()
+    two.release()
+    assert (book.load("w").queued_tokens, book.load("w").inflight) == (0, 0)
+    assert book.total_inflight() == 0
+
+
+def test_metrics_are_summed_over_engines_and_unknown_lines_do_no_harm() -> None:
+    page = (
+        "# HELP vllm:num_requests_running x\n"
+        'vllm:num_requests_running{engine="0",model_name="m"} 2.0\n'
+        'vllm:num_requests_running{engine="1",model_name="m"} 3.0\n'
+        'vllm:num_requests_waiting{engine="0"} 1.0\n'
+        'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
+        'vllm:kv_cache_usage_perc{engine="1"} 0.5\n'
+        'vllm:cache_config_info{block_size="32",engine="0",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
+        "process_start_time_seconds 1.76e+09\n"
+        "garbage {{{\n"
+    )
+    assert parse_metrics(page) == EngineReport(5.0, 1.0, 0.5, 1.76e9, 32, "sha256_cbor")
+    assert parse_metrics("") == EngineReport()
+
+
+def test_kv_endpoints_get_a_host_that_can_be_reached_and_silent_ranks_are_left_out() -> None:
+    body = (
+        b'{"1":{"endpoint":"tcp://*:5558","replay_endpoint":"tcp://0.0.0.0:5658","topic":"kv","publisher":"zmq",'
+        b'"enable_kv_cache_events":true,"new":1},"0":{"endpoint":"tcp://10.0.0.7:5557","replay_endpoint":null},'
+        b'"2":{"endpoint":"tcp://*:5559","enable_kv_cache_events":false,"publisher":"null"}}'
+    )
+    assert parse_kv_sources(body, "gpu1") == (
+        KvEndpoint(0, "tcp://10.0.0.7:5557", None),
+        KvEndpoint(1, "tcp://gpu1:5558", "tcp://gpu1:5658", "kv"),
+    )
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Callable[[dict[str, tuple[int, str]]], "asyncio.Future[str]"]]:
+    runners: list[web.AppRunner] = []
+
+    async def start(pages: dict[str, tuple[int, str]]) -> str:
+        async def answer(request: web.Request) -> web.Response:
+            if request.headers.get("authorization") != "Bearer wkey":
+                return web.Response(status=401)
+            status, text = pages.get(request.path, (404, ""))
+            return web.Response(status=status, text=text)
+
+        app = web.Application()
+        app.router.add_route("GET", "/{tail:.*}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        runners.append(runner)
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{runner.addresses[0][1]}"
+
+    yield lambda pages: asyncio.ensure_future(start(pages))
+    for runner in runners:
+        await runner.cleanup()
+
+
+async def test_b078_probes_carry_the_worker_key_and_b082_missing_pages_have_a_fallback(serve) -> None:
+    url = await serve({"/health": (200, ""), "/v1/models": (200, '{"data":[{"id":"m","root":"/m","x":1}]}')})
+    fleet = Fleet()
+    worker = fleet.add(url)
+    probe = Probe(fleet, api_key="wkey")
+    await probe.probe(worker)
+    assert (worker.state, worker.models, worker.report.block_size) == ("up", (ModelCard("m", "/m"),), 0)
+    await probe.close()
+
+    keyless = Probe(fleet)
+    await keyless.probe(worker)
+    assert worker.state == "down"
+    assert "401" in worker.reason
+    await keyless.close()
+
+
+async def test_a_watched_worker_goes_down_and_comes_back(serve) -> None:
+    pages = {"/health": (200, ""), "/v1/models": (200, '{"data":[{"id":"m"}]}')}
+    url = await serve(pages)
+    changed = asyncio.Event()
+
+    fleet, told = told_fleet()
+    fleet.listen(lambda event, _: changed.set() if event in ("up", "lost") else None)
+    probe = Probe(fleet, interval_s=0.02, api_key="wkey")
+    fleet.listen(probe.follow)
+    worker = fleet.add(url)
+    for state, page in (("up", None), ("down", (503, "")), ("up", (200, ""))):
+        if page:
+            pages["/health"] = page
+        await asyncio.wait_for(changed.wait(), 5)
+        changed.clear()
+        assert worker.state == state
+    fleet.remove(worker.name)
+    await probe.close()
+    assert [kind for kind, _ in told.events] == ["added", "up", "lost", "up", "lost", "removed"]
