@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-MAX_MODEL_LEN = 131_072
 MOONCAKE_CONFIG = "mooncake.json"
 
 
@@ -21,6 +20,7 @@ class VllmWorkerSpec:
     `directory` is the worker's own: its working directory (unix sockets land there) and the place of its
     Mooncake configuration. `cache` outlives the worker and may be shared: what vLLM learned about the model
     (saves about 5 s at the next start). `mooncake` is the master's RPC address, None = no pool.
+    `max_model_len` 0 = as long as the cache and the model's positions allow.
     """
 
     python: Path
@@ -37,6 +37,7 @@ class VllmWorkerSpec:
     block_size: int = 32
     blocks: int = 4224
     max_model_len: int = 0
+    max_positions: int = 131_072
     max_num_seqs: int = 16
     segment_bytes: int = 64 << 20
     buffer_bytes: int = 32 << 20
@@ -110,7 +111,7 @@ def mooncake_config(spec: VllmWorkerSpec) -> dict[str, Any]:
 
 def _max_model_len(spec: VllmWorkerSpec) -> int:
     # vLLM refuses to start when one request of the maximum length would not fit the cache; it keeps block 0.
-    return spec.max_model_len or min(MAX_MODEL_LEN, (spec.blocks - 1) * spec.block_size)
+    return spec.max_model_len or min(spec.max_positions, (spec.blocks - 1) * spec.block_size)
 
 
 def _events_config(spec: VllmWorkerSpec) -> dict[str, Any]:
