@@ -1,0 +1,301 @@
+"""The command `moongate`. Each command imports what it needs, so that --help is quick."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from gateway.settings import Settings
+    from workers.launch.vllm import VllmWorkerSpec
+
+app = typer.Typer(
+    name="moongate",
+    help="A gateway for AI agents in front of vLLM workers that share a Mooncake KV-cache pool.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
+TokenOption = Annotated[str | None, typer.Option("--admin-token", help="Token of the admin API.")]
+UrlOption = Annotated[
+    str | None, typer.Option("--url", help="Base URL of the running gateway. Default: from the settings.")
+]
+
+
+def _fail(message: str, code: int = 2) -> NoReturn:
+    print(f"moongate: {message}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def _settings(config: Path | None, flags: dict[str, Any]) -> "Settings":
+    from gateway.settings import SettingsError, load
+
+    try:
+        return load(config, os.environ, flags)
+    except SettingsError as error:
+        _fail(str(error))
+
+
+@app.command()
+def serve(
+    config: ConfigOption = None,
+    worker: Annotated[list[str] | None, typer.Option(help="Base URL of a worker; repeatable.")] = None,
+    mooncake_master: Annotated[str | None, typer.Option(help="HOST:PORT of the Mooncake master.")] = None,
+    policy: Annotated[str | None, typer.Option(help="Name of the routing policy.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 8000 if nothing else is set.")] = None,
+    admin_token: TokenOption = None,
+    api_keys: Annotated[str | None, typer.Option(help="File with one client key a line.")] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print the effective settings and end.")
+    ] = False,
+) -> None:
+    """Run the gateway. Flags win over the environment, the environment over the file."""
+    from gateway.settings import render
+
+    flags = {
+        "workers.urls": worker or None,
+        "mooncake.master": mooncake_master,
+        "routing.policy": policy,
+        "server.host": host,
+        "server.port": port,
+        "admin.token": admin_token,
+        "auth.api_keys_file": api_keys,
+    }
+    settings = _settings(config, flags)
+    if print_config:
+        print(render(settings), end="")
+        return
+    from gateway.app import build
+    from gateway.auth import BadKeysFile
+    from gateway.serve import CannotListen, CannotStart, configure_logging, listening, run
+    from policies.registry import BadPolicyOptions, UnknownPolicy
+    from workers.fleet import BadWorker, DuplicateWorker, Fleet
+
+    configure_logging(settings.server.log_level)
+    try:
+        rehearsal = Fleet()
+        for url in settings.workers.urls:
+            rehearsal.add(url)
+        with listening(settings) as sockets:
+            run(build(settings), settings, sockets)
+    except (UnknownPolicy, BadPolicyOptions) as error:
+        _fail(f"routing: {error}")
+    except (BadWorker, DuplicateWorker) as error:
+        _fail(f"workers.urls: {error}")
+    except BadKeysFile as error:
+        _fail(f"auth.api_keys_file: {error}")
+    except CannotListen as error:
+        _fail(str(error), 1)
+    except CannotStart:
+        _fail("the gateway did not start; its log says why", 1)
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def up(
+    context: typer.Context,
+    engine: Annotated[Literal["sim", "vllm"], typer.Option(help="Simulated or real workers.")] = "sim",
+    workers: Annotated[int, typer.Option(min=1, help="How many workers.")] = 2,
+    model: Annotated[str, typer.Option(help="Model directory or name; empty: a tiny one is made.")] = "",
+    mooncake: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT of a running master, or off; an own one is started if not given."),
+    ] = None,
+    mooncake_http_port: Annotated[int, typer.Option(help="Admin port of that master.")] = 9003,
+    host: Annotated[str, typer.Option(help="Address the gateway listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the gateway; the workers take those above.")] = 8000,
+    worker_arg: Annotated[
+        list[str] | None, typer.Option(help="Further word for the workers; repeatable.")
+    ] = None,
+    admin_token: TokenOption = None,
+) -> None:
+    """A whole fleet on this machine; Ctrl-C ends all of it. Words after -- go to `moongate serve`."""
+    from workers.launch.fleet import LocalFleet
+    from workers.launch.fleet import up as run_fleet
+
+    fleet = LocalFleet(
+        engine=engine,
+        workers=workers,
+        model=model,
+        mooncake=mooncake,
+        mooncake_http_port=mooncake_http_port,
+        host=host,
+        port=port,
+        gateway_args=tuple(context.args),
+        worker_args=tuple(worker_arg or ()),
+        admin_token=_settings(None, {"admin.token": admin_token}).admin.token,
+    )
+    raise typer.Exit(
+        run_fleet(
+            fleet,
+            say=lambda line: print(line, flush=True),
+            progress=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    )
+
+
+@app.command(context_settings={"allow_extra_args": True})
+def worker(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="Model directory or name; empty: a tiny one is made.")] = "",
+    host: Annotated[str, typer.Option(help="Address the worker listens on and is registered with.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="HTTP port; the three above it are used too.")] = 8101,
+    mooncake: Annotated[str | None, typer.Option(help="HOST:PORT of the Mooncake master.")] = None,
+    python: Annotated[Path | None, typer.Option(help="Interpreter that has vLLM.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact command and end.")] = False,
+    url: UrlOption = None,
+    admin_token: TokenOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Start one vLLM worker as Moongate needs it, and register it. Words after -- go to vLLM."""
+    from workers.launch.vllm import command
+
+    spec = _worker_spec(model, host, port, mooncake, python, tuple(context.args))
+    argv, variables = command(spec)
+    if dry_run:
+        _print_command(spec, argv, variables)
+        return
+    import json
+
+    from gateway.remote import RemoteError
+    from workers.launch.vllm import MOONCAKE_CONFIG, UNSET, mooncake_config
+
+    spec.directory.mkdir(parents=True, exist_ok=True)
+    if spec.mooncake is not None:
+        spec.directory.joinpath(MOONCAKE_CONFIG).write_text(json.dumps(mooncake_config(spec)), "utf-8")
+    try:
+        # The gateway probes it from now on and uses it once it is up.
+        with _running(url, admin_token, config) as gateway:
+            gateway.add_worker(spec.url)
+    except RemoteError as error:
+        _fail(f"cannot register the worker: {error}", 1)
+    environment = {name: value for name, value in os.environ.items() if name not in UNSET} | variables
+    os.chdir(spec.directory)
+    os.execve(argv[0], argv, environment)  # the worker takes this process's place
+
+
+def _worker_spec(
+    model: str, host: str, port: int, mooncake: str | None, python: Path | None, extra: tuple[str, ...]
+) -> "VllmWorkerSpec":
+    from workers.launch.model import local_model
+    from workers.launch.vllm import VllmWorkerSpec
+
+    here = Path(".moongate").resolve()
+    interpreter = python or Path(".venv-vllm/bin/python")
+    if not interpreter.exists():
+        _fail(f"no interpreter with vLLM at {interpreter}; give it with --python, or run `make setup-vllm`")
+    try:
+        found = local_model(model, here / "models")
+    except FileNotFoundError as error:
+        _fail(str(error))
+    return VllmWorkerSpec(
+        python=interpreter.absolute(),
+        model=found.path,
+        served_model_name=found.name,
+        directory=here / f"worker-{port}",
+        cache=here / "cache" / "vllm",
+        host=host,
+        port=port,
+        events_port=port + 1,
+        replay_port=port + 2,
+        segment_port=port + 3,
+        mooncake=mooncake,
+        load_format=found.load_format,
+        offline=found.offline,
+        extra_args=extra,
+    )
+
+
+def _print_command(spec: "VllmWorkerSpec", argv: list[str], variables: dict[str, str]) -> None:
+    import json
+    import shlex
+
+    from workers.launch.vllm import MOONCAKE_CONFIG, UNSET, mooncake_config
+
+    if spec.mooncake is not None:
+        content = json.dumps(mooncake_config(spec))
+        file = spec.directory / MOONCAKE_CONFIG
+        print(f"mkdir -p {spec.directory} && echo {shlex.quote(content)} > {shlex.quote(str(file))}")
+    without = [f"-u {name}" for name in UNSET]
+    assigned = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    print(" \\\n  ".join(["env", *without, *assigned, *(shlex.quote(word) for word in argv)]))
+
+
+@app.command()
+def explain(
+    file: Annotated[str, typer.Argument(help="File with a request body, or - for standard input.")],
+    api: Annotated[str, typer.Option(help="Path the body is for, such as /v1/chat/completions.")] = "",
+    json_output: Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON.")] = False,
+    url: UrlOption = None,
+    admin_token: TokenOption = None,
+    config: ConfigOption = None,
+) -> None:
+    """Where a running gateway would send this body, and why. Nothing is sent anywhere."""
+    import json
+
+    from gateway.explanation import as_text
+    from gateway.remote import RemoteError
+
+    try:
+        body = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    except OSError as error:
+        _fail(f"{file}: {error.strerror}")
+    try:
+        with _running(url, admin_token, config) as gateway:
+            view = gateway.explain(body, api)
+    except RemoteError as error:
+        _fail(str(error), 1)
+    print(json.dumps(view, indent=2) if json_output else as_text(view))
+
+
+@app.command()
+def doctor(url: UrlOption = None, admin_token: TokenOption = None, config: ConfigOption = None) -> None:
+    """Check every hop of a running gateway. Ends with 1 if anything fails."""
+    from gateway.doctor import examine
+    from gateway.remote import RemoteError
+
+    settings = _settings(config, {})
+    failed = 0
+    try:
+        with _running(url, admin_token, config) as gateway:
+            for finding in examine(gateway, settings.workers.api_key):
+                print(finding, flush=True)
+                failed += finding.result == "fail"
+    except RemoteError as error:
+        _fail(str(error), 1)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _running(url: str | None, admin_token: str | None, config: Path | None) -> Any:
+    """The running gateway that the options or, failing those, the settings point at."""
+    from gateway.remote import RunningGateway
+
+    settings = _settings(config, {"admin.token": admin_token})
+    host = settings.server.host.replace("0.0.0.0", "127.0.0.1")  # noqa: S104 - not bound, asked
+    port = settings.admin.port or settings.server.port
+    return RunningGateway(url or f"http://{host}:{port}", settings.admin.token)
+
+
+def main() -> None:
+    """Entry point: errors of usage are one line, and end with 2."""
+    from typer.exceptions import Abort, TyperException
+
+    try:
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    except TyperException as error:
+        print(f"moongate: {error.format_message()}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except (Abort, KeyboardInterrupt):
+        sys.exit(130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

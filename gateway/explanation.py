@@ -1,0 +1,59 @@
+"""A decision as a table for people."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def as_text(view: Mapping[str, Any]) -> str:
+    """`view`: a decision as the admin API shows it."""
+    candidates: Sequence[Mapping[str, Any]] = view["candidates"]
+    terms = list(dict.fromkeys(term for candidate in candidates for term in candidate["terms"]))
+    header = ["", "target", "local", "pool", "queued", "in flight", *terms, "cost", "excluded"]
+    rows = [
+        [
+            "->" if candidate["target"] == view["target"] else "",
+            candidate["target"],
+            *(
+                _number(candidate[key])
+                for key in ("local_tokens", "pool_tokens", "queued_tokens", "inflight")
+            ),
+            *(_number(candidate["terms"].get(term, 0)) for term in terms),
+            _number(candidate["cost"]),
+            candidate["excluded"],
+        ]
+        for candidate in candidates
+    ]
+    return "\n".join([_headline(view), _prompt_line(view), "", *_table(header, rows)])
+
+
+def _headline(view: Mapping[str, Any]) -> str:
+    if view["target"] is None:
+        return f"nowhere: {view['reason']} (policy {view['policy']})"
+    return f"{view['action']} on {view['target']}: {view['reason']} (policy {view['policy']})"
+
+
+def _prompt_line(view: Mapping[str, Any]) -> str:
+    model = view["model"] or "no model named"
+    if view["unrenderable"]:
+        return f"{model}: prompt not known ({view['unrenderable']}), placed by load"
+    tokens, cached = view["prompt_tokens"], view["predicted_cached_tokens"]
+    return (
+        f"{model}: {tokens} prompt tokens in {view['blocks']} full blocks of {view['block_size']}, "
+        f"{cached} of them cached there, {tokens - cached} to compute"
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    left = {0, 1, len(header) - 1}
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in (header, *rows)
+    ]

@@ -1,0 +1,56 @@
+"""Talking to a running gateway's admin API, for the commands that look at it from outside."""
+
+from typing import Any
+
+import httpx
+
+
+class RemoteError(Exception):
+    """The gateway could not be asked; the message says why and what to do."""
+
+
+class RunningGateway:
+    """One running gateway at `url`; `token` is its admin token. Use as a context manager."""
+
+    def __init__(self, url: str, token: str, timeout_s: float = 30.0) -> None:
+        self.url = url.rstrip("/")
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        try:
+            self._client = httpx.Client(timeout=timeout_s, headers=headers, trust_env=False)
+        except UnicodeEncodeError:
+            raise RemoteError("the admin token has characters that no header can carry") from None
+
+    def __enter__(self) -> "RunningGateway":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def get(self, path: str) -> Any:
+        """The JSON answer of `path`. Raises RemoteError."""
+        return self._ask("GET", path).json()
+
+    def explain(self, body: bytes, api: str = "") -> dict[str, Any]:
+        """Where `body` would go. Raises RemoteError."""
+        return self._ask("POST", "/admin/v1/explain", content=body, params={"api": api} if api else {}).json()
+
+    def add_worker(self, url: str) -> None:
+        """Register a worker; one that is registered already is fine. Raises RemoteError."""
+        self._ask("POST", "/admin/v1/workers", accept=409, json={"url": url})
+
+    def _ask(self, method: str, path: str, accept: int = 0, **more: Any) -> httpx.Response:
+        try:
+            answer = self._client.request(method, self.url + path, **more)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise RemoteError(f"no gateway answers at {self.url} ({type(error).__name__})") from None
+        if answer.is_success or answer.status_code == accept:
+            return answer
+        hint = "; give it with --admin-token or MOONGATE_ADMIN__TOKEN" if answer.status_code == 401 else ""
+        raise RemoteError(f"{path} answered {answer.status_code}: {_message(answer)}{hint}")
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.reason_phrase

@@ -1,0 +1,91 @@
+"""Running the gateway: sockets, logging and the HTTP server around the ASGI app."""
+
+import logging
+import math
+import signal
+import socket
+import sys
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from gateway.settings import Settings
+
+# Clients keep an idle connection and use it for the next turn. Closing first would race with that use;
+# the SDKs' own HTTP client gives up an idle connection after 5 s, load balancers mostly after 60 s.
+_KEEP_ALIVE_S = 75
+_BACKLOG = 2048
+
+
+class CannotListen(Exception):
+    """An address can't be listened on; the message says which and why."""
+
+
+class CannotStart(Exception):
+    """The app refused to start; its log says why."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises CannotListen."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CannotListen(f"cannot listen on {host} port {port}: {reason}") from None
+
+
+def base_url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def configure_logging(level: str) -> None:
+    """One line a record on standard error. HTTP clients' own request lines stay out."""
+    logging.basicConfig(
+        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    for name in ("httpx", "httpcore"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+@contextmanager
+def listening(settings: Settings) -> Generator[list[socket.socket]]:
+    """The gateway's socket and, where admin has a port of its own, that one. Raises CannotListen."""
+    with ExitStack() as stack:
+        ports = [settings.server.port, *([settings.admin.port] if settings.admin.port else [])]
+        yield [stack.enter_context(listen(settings.server.host, port)) for port in ports]
+
+
+def run(app: ASGIApp, settings: Settings, sockets: list[socket.socket]) -> None:
+    """Serve on `sockets` until SIGINT or SIGTERM."""
+    config = uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=math.ceil(settings.timeouts.drain_s),
+    )
+    print(
+        f"moongate listens on {base_url(sockets[0])}, admin on {base_url(sockets[-1])}/admin/v1", flush=True
+    )
+    server = uvicorn.Server(config)
+
+    def end(*_: object) -> None:
+        server.should_exit = True
+
+    # The server raises the signal that ended it once more when it is done, for whoever had handled it before:
+    # with the default handlers an orderly end would look like a crash.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    server.run(sockets)
+    if not server.started:
+        raise CannotStart

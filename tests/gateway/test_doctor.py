@@ -1,0 +1,259 @@
+"""The doctor and the printed explanation, against answers of the real admin app and a small live worker."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from starlette.types import ASGIApp
+
+from gateway.admin import AdminParts, build_admin
+from gateway.admin_views import DecisionView, IndexEntry, PoolAnswer
+from gateway.auth import AdminToken, ClientKeys, Guard
+from gateway.decisions import DecisionLog, DecisionRecord
+from gateway.doctor import Finding, examine
+from gateway.explanation import as_text
+from gateway.remote import RemoteError, RunningGateway
+from gateway.settings import Settings
+from policies.types import Candidate, Decision, Scored
+from workers.fleet import Fleet
+from workers.worker import EngineReport, ModelCard
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp) -> AsyncIterator[str]:
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+    sock = server.config.bind_socket()
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+def worker_app() -> FastAPI:
+    """A worker whose prompts are 10 tokens a message or prompt; it wants its key."""
+    app = FastAPI()
+
+    @app.get("/health")
+    async def health() -> None: ...
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, int]:
+        assert request.headers["authorization"] == "Bearer worker-key"
+        body = await request.json()
+        return {"count": 10 * len(body.get("messages", [0]))}
+
+    return app
+
+
+class Explained:
+    """Counts a prompt as the worker does, plus what it is off."""
+
+    off = 0
+    unrenderable = ""
+
+    async def explain(self, path: str, body: bytes) -> DecisionRecord:
+        import json
+
+        messages = json.loads(body).get("messages", [0])
+        decision = Decision("w1", "recompute", "least loaded", "longest_prefix", ())
+        tokens = 10 * len(messages) + self.off
+        return DecisionRecord("e", 0.0, path, "m", tokens, 32, decision, unrenderable=self.unrenderable)
+
+
+class Site:
+    """A gateway with what its doctor reads, ready to be broken in one place."""
+
+    def __init__(self) -> None:
+        self.fleet = Fleet()
+        self.explained = Explained()
+        self.index = [self.entry("w1"), self.entry("w2")]
+        self.pool = PoolAnswer(configured=True, master="m:1", degraded=False, details={})
+
+    @staticmethod
+    def entry(target: str) -> IndexEntry:
+        return IndexEntry(
+            target=target,
+            blocks={"gpu": 5},
+            stream="exact",
+            last_seq=3,
+            batches=4,
+            gaps=0,
+            garbage=0,
+            last_event_age_s=1.0,
+            hash_mismatch="",
+        )
+
+    def add(self, name: str, url: str, block_size: int = 32) -> None:
+        worker = self.fleet.add(f"{url}/{name}", name)
+        worker.url = url
+        self.fleet.mark_up(worker, EngineReport(block_size=block_size), (ModelCard("m"),), ())
+
+    def app(self) -> ASGIApp:
+        parts = AdminParts(
+            settings=Settings(),
+            fleet=self.fleet,
+            loads=self.fleet.leases,
+            explainer=self.explained,
+            decisions=DecisionLog(),
+            index=lambda: self.index,
+            pool=lambda: self.pool,
+        )
+        return Guard(build_admin(parts), AdminToken("right"), ClientKeys())
+
+
+async def examined(site: Site, token: str = "right", now: Callable[[], float] | None = None) -> list[Finding]:  # noqa: S107
+    async with serving(site.app()) as url:
+
+        def run() -> list[Finding]:
+            with RunningGateway(url, token) as gateway:
+                return list(examine(gateway, "worker-key", **({"now": now} if now else {})))
+
+        return await asyncio.to_thread(run)
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    async with serving(worker_app()) as url:
+        site = Site()
+        site.add("w1", url)
+        site.add("w2", url)
+        yield site
+
+
+async def test_a_healthy_site_has_no_failure(site: Site) -> None:
+    findings = await examined(site)
+    assert {f.result for f in findings} == {"ok"}, [str(f) for f in findings]
+    checks = {f.check for f in findings}
+    assert {
+        "gateway",
+        "worker w1",
+        "clock of w2",
+        "tokens of m on w1",
+        "block size of m",
+        "KV events of w2",
+        "hashes of w1",
+        "pool",
+    } <= checks
+
+
+def break_worker(site: Site) -> None:
+    site.fleet.mark_down(site.fleet.get("w1"), "/health timed out")
+
+
+def break_tokens(site: Site) -> None:
+    site.explained.off = 1
+
+
+def break_template(site: Site) -> None:
+    site.explained.unrenderable = "no_template"
+
+
+def break_block_size(site: Site) -> None:
+    site.add("w3", site.fleet.get("w1").url, block_size=16)
+
+
+def hide_block_size(site: Site) -> None:
+    site.add("w3", site.fleet.get("w1").url, block_size=0)
+
+
+def break_stream(site: Site) -> None:
+    site.index[0] = site.entry("w1").model_copy(update={"stream": "degraded"})
+
+
+def stop_events(site: Site) -> None:
+    site.index[0] = site.entry("w1").model_copy(update={"stream": "none"})
+
+
+def break_hashes(site: Site) -> None:
+    site.index[1] = site.entry("w2").model_copy(update={"hash_mismatch": "sha256 fits"})
+
+
+def break_pool(site: Site) -> None:
+    site.pool = site.pool.model_copy(update={"degraded": True})
+
+
+def remove_workers(site: Site) -> None:
+    site.fleet.remove("w1")
+    site.fleet.remove("w2")
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "said"),
+    [
+        (break_worker, "worker w1", "/health timed out"),
+        (break_tokens, "tokens of m on w1", "the gateway counts 11, the worker 10"),
+        (break_template, "tokens of m on w1", "no_template"),
+        (break_block_size, "block size of m", "w3 16"),
+        (hide_block_size, "block size of m", "not reported by w3"),
+        (break_stream, "KV events of w1", "degraded"),
+        (stop_events, "KV events of w1", "none are published"),
+        (break_hashes, "hashes of w2", "sha256 fits"),
+        (break_pool, "pool", "can't be asked"),
+        (remove_workers, "workers", "none is registered"),
+    ],
+)
+async def test_each_fault_is_found_and_says_what_to_change(
+    site: Site, fault: Callable[[Site], None], check: str, said: str
+) -> None:
+    fault(site)
+    failed = {f.check: f for f in await examined(site) if f.result == "fail"}
+    assert said in failed[check].detail
+    assert failed[check].fix
+
+
+async def test_a_clock_that_is_off(site: Site) -> None:
+    import time
+
+    findings = await examined(site, now=lambda: time.time() - 60)
+    (clock,) = [f for f in findings if f.check == "clock of w1"]
+    assert clock.result == "fail"
+    assert "+6" in clock.detail or "+5" in clock.detail
+
+
+async def test_a_wrong_token_is_told_apart_from_no_gateway(site: Site) -> None:
+    (finding,) = await examined(site, token="wrong")  # noqa: S106
+    assert finding.result == "fail"
+    assert "401" in finding.detail
+    assert "--admin-token" in finding.detail
+    with (
+        RunningGateway("http://127.0.0.1:21598", "") as gateway,
+        pytest.raises(RemoteError, match="no gateway"),
+    ):
+        await asyncio.to_thread(gateway.get, "/admin/v1/workers")
+
+
+def view(**more: Any) -> dict[str, Any]:
+    scored = (
+        Scored(
+            Candidate("w1", local_tokens=512, queued_tokens=9000, inflight=3),
+            {"queued": 9000.0, "pull": 0.0, "compute": 88.0},
+        ),
+        Scored(Candidate("w2", pool_tokens=512, inflight=1), {"queued": 0.0, "pull": 51.2, "compute": 88.0}),
+        Scored(Candidate("w3", excluded="down"), {"queued": 0.0, "pull": 0.0, "compute": 600.0}),
+    )
+    decision = Decision("w2", "pull", "holder busy", "longest_prefix", scored)
+    record = DecisionRecord("r", 0.0, "chat", "m", 600, 32, decision)
+    return DecisionView.of(record).model_dump() | more
+
+
+def test_the_explanation_is_a_table() -> None:
+    assert as_text(view()).splitlines() == [
+        "pull on w2: holder busy (policy longest_prefix)",
+        "m: 600 prompt tokens in 18 full blocks of 32, 512 of them cached there, 88 to compute",
+        "",
+        "    target  local  pool  queued  in flight  queued  pull  compute   cost  excluded",
+        "    w1        512     0    9000          3    9000     0       88   9088",
+        "->  w2          0   512       0          1       0  51.2       88  139.2",
+        "    w3          0     0       0          0       0     0      600    600  down",
+    ]
+
+
+def test_an_explanation_without_prompt_or_target_says_so() -> None:
+    assert "prompt not known (no_template), placed by load" in as_text(view(unrenderable="no_template"))
+    assert as_text(view(target=None, reason="no worker is up")).startswith("nowhere: no worker is up")
