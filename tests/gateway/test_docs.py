@@ -1,0 +1,59 @@
+"""The documents say what is there: routes, metrics, errors, commands."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from gateway.admin import AdminParts, build_admin
+from gateway.errors import TABLE
+from gateway.metrics import Metrics, Snapshot
+from gateway.settings import Settings
+from workers.fleet import Fleet
+
+PROJECT = Path(__file__).parents[2]
+DOCS = {file.name: file.read_text("utf-8") for file in [PROJECT / "README.md", *PROJECT.glob("docs/*.md")]}
+
+
+def test_the_admin_routes() -> None:
+    nothing: Any = None
+    fleet = Fleet()
+    app = build_admin(AdminParts(Settings(), fleet, fleet.leases, nothing, nothing, nothing, nothing))
+    routes = {
+        f"`{method.upper()} {path}`" for path, item in app.openapi()["paths"].items() for method in item
+    }
+    documented = set(re.findall(r"^\| (`[A-Z]+ /\S+`) \|", DOCS["admin-api.md"], re.MULTILINE))
+    assert documented == routes
+
+
+def test_the_metrics_and_their_labels() -> None:
+    metrics = Metrics(Snapshot, serves=lambda _: True, knows_worker=lambda _: True)
+    assert isinstance(metrics.registry, CollectorRegistry)
+    metrics.request("a", "m", "o")
+    metrics.decision("p", "a", "r", 0)
+    metrics.kv_events("w", "stored")
+    metrics.upstream_error("w", "reset")
+    metrics.unrenderable("m", "r")
+    page = metrics.exposition()[0].decode()
+    exposed = set(re.findall(r"^# TYPE (moongate_\w+) (?:counter|gauge|histogram)$", page, re.MULTILINE))
+    exposed = {name for name in exposed if not name.endswith("_created")}
+    rows = dict(re.findall(r"^\| `(moongate_\w+)` \|([^|]*)\|", DOCS["operations.md"], re.MULTILINE))
+    assert set(rows) == exposed
+    for name, labels in rows.items():
+        listed = sorted(label for label in labels.replace(",", " ").split())
+        shown = re.search(rf"^{name}\{{([^}}]*)\}}", page, re.MULTILINE)
+        if shown:
+            assert sorted(re.findall(r"(\w+)=", shown[1])) == listed, name
+
+
+def test_the_errors() -> None:
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| `(\w+)` \|", DOCS["operations.md"], re.MULTILINE)
+    assert rows == [(str(kind.status), kind.type, kind.code) for kind in TABLE.values()]
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for name, text in DOCS.items():
+        base = PROJECT if name == "README.md" else PROJECT / "docs"
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert (base / target).is_file(), (name, target)
