@@ -1,0 +1,198 @@
+"""What routing needs of a request body, and nothing more: the body itself goes on as raw bytes."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from gateway import errors
+from gateway.exchange import Headers
+from gateway.usage import AnswerTail
+from store.prompt.request import ChatPrompt, PromptRequest, Side, TextPrompt, TokensPrompt
+
+Api = Literal["chat", "completions", "other"]
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    """A request as routing sees it.
+
+    prompt: what shapes the engine's prompt, None where it can't be known; `unknown` then says why.
+    reads_cache: whether the engine looks for cached blocks (with prompt_logprobs, for one, it does not).
+    one_sequence: whether the answer's usage speaks of one prompt and one sequence only.
+    """
+
+    api: Api
+    model: str
+    prompt: PromptRequest | None = None
+    unknown: str = ""
+    reads_cache: bool = True
+    one_sequence: bool = True
+
+    def complete(self, tail: AnswerTail) -> bool:
+        """Whether an event stream that ended did so in its API's own way."""
+        return tail.total > 0 and (self.api == "other" or tail.ends_with_done())
+
+    def error_event(self, tail: AnswerTail, error: errors.ApiError) -> bytes:
+        """The last event of a stream that broke off: no client takes what came before for whole."""
+        gap = b"" if not tail.total or tail.bytes().endswith(b"\n\n") else b"\n\n"
+        return gap + b"data: " + errors.body(error, "openai") + b"\n\n"
+
+
+class _Chat(msgspec.Struct):
+    """The least that a chat body must be; whatever else is wrong with it the worker says better."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    stream: bool | None = None
+    n: int | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+    kv_transfer_params: msgspec.Raw | None = None
+
+
+class _Completion(msgspec.Struct):
+    """The least that a completions body must be."""
+
+    model: str
+    prompt: str | list[str | int | list[int]] | None = None
+    stream: bool | None = None
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    kv_transfer_params: msgspec.Raw | None = None
+
+
+class _CompletionShape(msgspec.Struct):
+    """Fields of a completions body that shape the prompt, with vLLM's defaults."""
+
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Side | None = None
+    cache_salt: str | None = None
+
+
+class _Other(msgspec.Struct):
+    model: str | None = None
+    kv_transfer_params: msgspec.Raw | None = None
+
+
+def is_event_stream(headers: Headers) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+
+
+def parse(method: str, path: str, body: bytes) -> ParsedTurn:
+    """Read `body` as what `path` takes. Raises InvalidRequest, with the field to blame if there is one."""
+    reader = _READERS.get(path) if method == "POST" else None
+    return reader(body) if reader else _other(body)
+
+
+def _chat(body: bytes) -> ParsedTurn:
+    head = _decode(body, _Chat)
+    _refuse_transfer(head.kv_transfer_params)
+    try:
+        prompt = msgspec.json.decode(body, type=ChatPrompt, strict=False)
+    except msgspec.ValidationError:
+        prompt = None
+    return ParsedTurn(
+        "chat",
+        head.model,
+        prompt,
+        "" if prompt is not None else "invalid",
+        reads_cache=head.prompt_logprobs is None and not head.echo,
+        one_sequence=(head.n or 1) == 1,
+    )
+
+
+def _completion(body: bytes) -> ParsedTurn:
+    head = _decode(body, _Completion)
+    _refuse_transfer(head.kv_transfer_params)
+    prompts = _prompts(head.prompt)
+    prompt = _shaped(body, prompts[0]) if prompts else None
+    single = (
+        (head.n or 1) == 1 and (head.best_of or 1) == 1 and not head.use_beam_search and len(prompts) == 1
+    )
+    return ParsedTurn(
+        "completions",
+        head.model,
+        prompt,
+        "" if prompt is not None else "invalid",
+        reads_cache=head.prompt_logprobs is None and not (head.echo and head.logprobs is not None),
+        one_sequence=single,
+    )
+
+
+def _prompts(given: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
+    """The prompts of a completions body; a batch goes where its first prompt is held."""
+    if isinstance(given, str):
+        return [given] if given else []
+    ids = [item for item in given or [] if isinstance(item, int)]
+    if ids:
+        return [ids] if len(ids) == len(given or []) else []
+    return [item for item in given or [] if item and not isinstance(item, int)]
+
+
+def _shaped(body: bytes, prompt: str | list[int]) -> TextPrompt | TokensPrompt | None:
+    try:
+        shape = msgspec.json.decode(body, type=_CompletionShape, strict=False)
+    except msgspec.ValidationError:
+        return None
+    if isinstance(prompt, str):
+        return TextPrompt(
+            text=prompt,
+            add_special_tokens=shape.add_special_tokens,
+            truncate_prompt_tokens=shape.truncate_prompt_tokens,
+            truncation_side=shape.truncation_side,
+            cache_salt=shape.cache_salt,
+        )
+    return TokensPrompt(
+        ids=prompt,
+        truncate_prompt_tokens=shape.truncate_prompt_tokens,
+        truncation_side=shape.truncation_side,
+        cache_salt=shape.cache_salt,
+    )
+
+
+def _other(body: bytes) -> ParsedTurn:
+    """Any other API: the model is taken from the body if it is JSON and names one."""
+    try:
+        head = msgspec.json.decode(body, type=_Other)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ParsedTurn("other", "", unknown="other_api")
+    _refuse_transfer(head.kv_transfer_params)
+    return ParsedTurn("other", head.model or "", unknown="other_api")
+
+
+def _decode(body: bytes, kind: type[S]) -> S:
+    try:
+        return msgspec.json.decode(body, type=kind, strict=False)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        raise errors.InvalidRequest(message, param=_field_in(message)) from None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise errors.InvalidRequest("the body is not valid JSON") from None
+
+
+def _field_in(message: str) -> str | None:
+    """The field that a validation message of msgspec speaks of."""
+    if "missing required field" in message:
+        return message.split("`")[1]
+    _, _, path = message.partition(" - at `$.")
+    return path.rstrip("`") or None
+
+
+def _refuse_transfer(params: msgspec.Raw | None) -> None:
+    # They tell a worker which host to connect to: never a client's to say.
+    if params is not None and bytes(params) != b"null":
+        raise errors.InvalidRequest("kv_transfer_params is not for clients", param="kv_transfer_params")
+
+
+_READERS: Mapping[str, Callable[[bytes], ParsedTurn]] = {
+    "/v1/chat/completions": _chat,
+    "/v1/completions": _completion,
+}

@@ -1,0 +1,158 @@
+"""Everything wired together: the one place where long-lived objects are made, started and ended."""
+
+import logging
+from contextlib import AsyncExitStack
+
+from store.knowledge import Knowledge
+from store.pool import PoolView
+from store.streams import EventStreams
+
+from gateway.admin import AdminParts, build_admin
+from gateway.auth import AdminToken, ClientKeys, Guard
+from gateway.decisions import DecisionLog
+from gateway.errors import ErrorBoundary
+from gateway.exchange import Receive, Scope, Send
+from gateway.explain import Explainer
+from gateway.health import Readiness, readiness
+from gateway.links import Links
+from gateway.metrics import Metrics
+from gateway.prompts import ModelPrompts
+from gateway.public import build_public
+from gateway.router import Router
+from gateway.settings import Settings
+from gateway.transport import AiohttpTransport
+from gateway.turns import TurnApp
+from policies import registry
+from workers.fleet import Fleet
+from workers.probe import Probe
+
+logger = logging.getLogger(__name__)
+
+_TURN_PREFIXES = ("/v1/", "/inference/", "/pooling")
+_TURN_PATHS = frozenset(("/tokenize", "/detokenize"))
+
+
+def is_turn(path: str) -> bool:
+    """Whether a worker answers `path`; the rest is the gateway's own."""
+    return (path.startswith(_TURN_PREFIXES) and not path.startswith("/v1/models")) or path in _TURN_PATHS
+
+
+class Gateway:
+    """The ASGI application. Nothing runs and no socket is open before its lifespan starts."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        mooncake, timeouts = settings.mooncake, settings.timeouts
+        self.fleet = Fleet()
+        self.decisions = DecisionLog()
+        self.pool = (
+            PoolView(mooncake.master, http_port=mooncake.http_port, budget_s=mooncake.budget_ms / 1e3)
+            if mooncake.master
+            else None
+        )
+        self.knowledge = Knowledge(on_pool_stored=self.pool.announced if self.pool else None)
+        self.streams = EventStreams(self.knowledge)
+        self.prompts = ModelPrompts(self.fleet, settings.models, settings.prompt)
+        self.probe = Probe(
+            self.fleet,
+            interval_s=settings.workers.health_interval_s,
+            timeout_s=settings.workers.health_timeout_s,
+            api_key=settings.workers.api_key,
+            kv_events=settings.workers.kv_events,
+        )
+        self.fleet.listen(self.probe.follow)
+        self.fleet.listen(Links(self.streams, self.knowledge, self.prompts).follow)
+        self.metrics = Metrics(
+            self._snapshot, serves=self.fleet.serves, knows_worker=lambda name: name in self._names()
+        )
+        self.transport = AiohttpTransport(
+            connect_s=timeouts.connect_s,
+            first_byte_s=timeouts.first_byte_s,
+            between_chunks_s=timeouts.between_chunks_s,
+        )
+        router = Router(
+            fleet=self.fleet,
+            prompts=self.prompts,
+            knowledge=self.knowledge,
+            pool=self.pool,
+            policy=registry.make(settings.routing.policy, settings.routing.options),
+        )
+        self._turns = TurnApp(
+            router=router,
+            transport=self.transport,
+            fleet=self.fleet,
+            metrics=self.metrics,
+            decisions=self.decisions,
+            limits=settings.limits,
+            total_s=timeouts.total_s,
+            worker_key=settings.workers.api_key,
+            debug_headers=settings.routing.headers == "debug",
+        )
+        self._admin = build_admin(
+            AdminParts(
+                settings=settings,
+                fleet=self.fleet,
+                loads=self.fleet.leases,
+                explainer=Explainer(router),
+                decisions=self.decisions,
+                index=self._index,
+                pool=self._pool,
+            )
+        )
+        self._public = build_public(self.fleet, self.metrics, self._readiness)
+        keys = ClientKeys.load(settings.auth.api_keys_file)
+        guard = Guard(self._dispatch, AdminToken(settings.admin.token), keys, settings.admin.port)
+        self._front = ErrorBoundary(guard)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        else:
+            await self._front(scope, receive, send)
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
+        if is_turn(path) and scope["type"] == "http":
+            await self._turns(scope, receive, send)
+        elif path.startswith("/admin"):
+            await self._admin(scope, receive, send)
+        else:
+            await self._public(scope, receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        async with AsyncExitStack() as running:
+            try:
+                await self._start(running)
+            except Exception:
+                logger.exception("the gateway could not start")
+                await send({"type": "lifespan.startup.failed", "message": "see the log"})
+                return
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _start(self, running: AsyncExitStack) -> None:
+        """Bring everything up; `running` ends it in reverse order, probes before what they feed."""
+        await self.transport.start()
+        running.push_async_callback(self.transport.close)
+        running.push_async_callback(self.prompts.close)
+        if self.pool is not None:
+            await self.pool.start()
+            running.push_async_callback(self.pool.close)
+        await self.streams.start()
+        running.push_async_callback(self.streams.close)
+        running.push_async_callback(self.probe.close)
+        for url in self._settings.workers.urls:
+            self.fleet.add(url)
+
+    def _names(self) -> set[str]:
+        return {w.name for w in self.fleet.workers()} | {t.name for t in self.fleet.targets()}
+
+    def _readiness(self) -> Readiness:
+        return readiness(self.fleet, self.pool, self.knowledge.hash_mismatch)
+
+
+def build(settings: Settings) -> Gateway:
+    """The gateway for `settings`. Raises what a setting that can't be used raises: policy, keys file."""
+    return Gateway(settings)

@@ -1,0 +1,118 @@
+"""One HTTP exchange with a client over ASGI: its request, its body, and every way its response can go."""
+
+import asyncio
+import re
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from gateway.errors import PayloadTooLarge
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class ClientGone(Exception):
+    """The client closed its connection before its response was complete."""
+
+
+class Exchange:
+    """A client's request and the response to it.
+
+    `started` is true once response headers went out, `finished` once the last byte did.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.raw_path: bytes = scope.get("raw_path") or self.path.encode()
+        self.query: bytes = scope.get("query_string", b"")
+        self.headers: Headers = scope["headers"]
+        self.client: str = (scope.get("client") or ("", 0))[0]
+        self.started = False
+        self.finished = False
+        self._receive = receive
+        self._send = send
+        given = self.header(b"x-request-id")
+        self.request_id = given.decode() if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first value of the header `name` (lower case)."""
+        return next((value for key, value in self.headers if key == name), None)
+
+    @property
+    def url_path(self) -> str:
+        """Path and query exactly as the client wrote them."""
+        path = self.raw_path.split(b"?", 1)[0]
+        return (path + b"?" + self.query if self.query else path).decode("latin-1")
+
+    async def read_body(self, limit: int) -> bytes:
+        """The whole body. Raises PayloadTooLarge beyond `limit` bytes (0: no limit), ClientGone."""
+        declared = self.header(b"content-length")
+        if limit and declared and declared.isdigit() and int(declared) > limit:
+            raise PayloadTooLarge(f"the body is larger than {limit} bytes")
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if limit and size > limit:
+                raise PayloadTooLarge(f"the body is larger than {limit} bytes")
+            chunks.append(chunk)
+            if not message.get("more_body", False):
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncGenerator[None, None]:
+        """Run the body only as long as the client listens; its leaving raises ClientGone inside, at any await.
+
+        Call after `read_body`: from then on the only message a client can still send is its disconnect.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        gone = False
+
+        async def watch() -> None:
+            nonlocal gone
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            if not self.finished:
+                gone = True
+                task.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            yield
+        except asyncio.CancelledError:
+            if gone and task.uncancel() == 0:
+                raise ClientGone from None
+            raise
+        finally:
+            watcher.cancel()
+
+    async def start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def send(self, chunk: bytes) -> None:
+        """Returns once the client's socket can take more: a slow reader slows the worker, not our memory."""
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    async def finish(self, chunk: bytes = b"") -> None:
+        self.finished = True
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
+
+    async def reply(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
+        """A whole response of the gateway's own."""
+        length = (b"content-length", str(len(body)).encode())
+        await self.start(status, [*headers, length, (b"x-request-id", self.request_id.encode())])
+        await self.finish(b"" if self.method == "HEAD" else body)

@@ -1,0 +1,31 @@
+"""Where a body would go, and why: the way of a turn up to the decision, without acting on it."""
+
+import time
+import uuid
+
+from gateway.api import parse
+from gateway.decisions import DecisionRecord
+from gateway.router import Router
+
+
+class Explainer:
+    """Takes no lease, counts nothing, records nothing."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def explain(self, path: str, body: bytes) -> DecisionRecord:
+        """The decision for `body` posted to `path` now. Raises errors.ApiError."""
+        parsed = parse("POST", path, body)
+        sight = await self._router.look(parsed)
+        return DecisionRecord(
+            f"explain-{uuid.uuid4().hex}",
+            time.time(),
+            parsed.api,
+            parsed.model,
+            sight.prompt_tokens,
+            sight.block_size,
+            self._router.decide(sight),
+            {"look": sight.seconds * 1e3},
+            sight.understood.unknown,
+        )

@@ -1,0 +1,28 @@
+"""Whether the gateway can serve, and what it does without."""
+
+from dataclasses import dataclass, field
+
+from store.pool import PoolView
+
+from workers.fleet import Fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """ready: at least one worker takes turns. reasons: why not, or what is degraded meanwhile."""
+
+    ready: bool
+    reasons: list[str] = field(default_factory=list[str])
+
+
+def readiness(fleet: Fleet, pool: PoolView | None, hash_mismatches: dict[str, str]) -> Readiness:
+    """A worker is enough: the pool and exact knowledge cost cache hits, never readiness."""
+    workers = fleet.workers()
+    ready = any(w.state == "up" and not w.cordoned for w in workers)
+    reasons = [] if workers else ["no worker is registered"]
+    reasons += [f"worker {w.name} is {w.state}: {w.reason}" for w in workers if w.state != "up"]
+    reasons += [f"worker {w.name} is cordoned" for w in workers if w.cordoned]
+    if pool is not None and pool.degraded:
+        reasons.append("the pool can't be asked")
+    reasons += [f"hashes of {target} differ: {why}" for target, why in hash_mismatches.items()]
+    return Readiness(ready, reasons)

@@ -1,0 +1,104 @@
+"""The prompt of a turn as its engine will see it: which tokenizer, which hash scheme, and why if neither is known."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast, get_args
+
+from gateway.settings import ModelSettings, PromptSettings
+from store.hashing import HashAlgo, HashScheme
+from store.keys import KeyLayout
+from store.prompt.request import Prompt, PromptRequest, Unrenderable
+from store.prompt.source import PromptSource
+from workers.fleet import Fleet
+from workers.worker import ModelCard, Worker
+
+logger = logging.getLogger(__name__)
+
+# A turn whose prompt is not known by then is placed by load: knowledge may cost cache hits, never a request.
+_BUDGET_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Understood:
+    """A turn's prompt under its model's hash scheme and pool keys, or why there is none ("" if there is)."""
+
+    prompt: Prompt | None = None
+    scheme: HashScheme | None = None
+    layout: KeyLayout | None = None
+    unknown: str = ""
+
+
+class ModelPrompts:
+    """One prompt source per tokenizer path, shared by all models and workers that use it."""
+
+    def __init__(self, fleet: Fleet, models: Mapping[str, ModelSettings], settings: PromptSettings) -> None:
+        self._fleet = fleet
+        self._models = models
+        self._settings = settings
+        self._sources: dict[str, PromptSource] = {}
+
+    def scheme(self, worker: Worker, model: str) -> HashScheme | None:
+        """How `worker` hashes the prompts of `model`; None as long as nobody has said."""
+        settings = self._models.get(model) or ModelSettings()
+        block_size = settings.block_size or worker.report.block_size
+        algo = worker.report.hash_algo if settings.hash_algo == "auto" else settings.hash_algo
+        if not block_size or algo not in get_args(HashAlgo):
+            return None
+        seed = None if settings.hash_seed == "auto" else settings.hash_seed
+        return HashScheme(cast(HashAlgo, algo), block_size, seed)
+
+    def source(self, worker: Worker, card: ModelCard) -> PromptSource:
+        """The source for `card`'s tokenizer; it starts loading when first asked for."""
+        settings = self._models.get(card.id) or ModelSettings()
+        base = worker.card(card.parent) or card
+        path = settings.tokenizer or base.root
+        source = self._sources.get(path)
+        if source is None:
+            source = self._sources[path] = PromptSource(
+                path, threads=self._settings.threads, cache_bytes=self._settings.cache_bytes
+            )
+        return source
+
+    async def understand(self, model: str, request: PromptRequest | None, unknown: str) -> Understood:
+        """Tokens and chain of `request`. Never raises; `unknown` says why `request` is None."""
+        if request is None:
+            return Understood(unknown=unknown)
+        served = self._served(model)
+        if served is None:
+            return Understood(unknown="no_worker")
+        worker, card = served
+        scheme = self.scheme(worker, model)
+        if scheme is None:
+            return Understood(unknown="no_hash_scheme")
+        try:
+            async with asyncio.timeout(_BUDGET_S):
+                prompt = await self.source(worker, card).prompt(request, scheme, lora=_adapter(card))
+        except Unrenderable as reason:
+            return Understood(unknown=reason.reason)
+        except TimeoutError:
+            return Understood(unknown="too_slow")
+        except Exception:
+            logger.exception("prompt of model %s failed", model)
+            return Understood(unknown="failed")
+        return Understood(prompt, scheme, self._layout(worker, card))
+
+    async def close(self) -> None:
+        for source in self._sources.values():
+            await source.close()
+
+    def _served(self, model: str) -> tuple[Worker, ModelCard] | None:
+        """A worker that serves `model` now, else one that did."""
+        serving = [(w, card) for w in self._fleet.workers() if (card := w.card(model))]
+        return min(serving, key=lambda pair: pair[0].state != "up", default=None)
+
+    def _layout(self, worker: Worker, card: ModelCard) -> KeyLayout:
+        settings = self._models.get(card.id) or ModelSettings()
+        base = worker.card(card.parent) or card
+        return KeyLayout(model=base.root, cache_prefix=settings.cache_prefix)
+
+
+def _adapter(card: ModelCard) -> tuple[str, str] | None:
+    """Name and literal path of a LoRA adapter: both are part of every block's hash."""
+    return (card.id, card.root) if card.parent else None

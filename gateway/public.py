@@ -1,0 +1,56 @@
+"""What the gateway answers itself on the public side: liveness, readiness, metrics and the list of models."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from gateway import errors
+from gateway.health import Readiness
+from gateway.metrics import Metrics
+from workers.fleet import Fleet
+
+
+def build_public(fleet: Fleet, metrics: Metrics, readiness: Callable[[], Readiness]) -> FastAPI:
+    """The ASGI app for every path that neither admin nor a worker answers."""
+    app = FastAPI(title="Moongate", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    errors.install(app)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready(response: Response) -> dict[str, Any]:
+        now = readiness()
+        response.status_code = 200 if now.ready else 503
+        return {"ready": now.ready, "reasons": now.reasons}
+
+    @app.get("/metrics")
+    async def page(request: Request) -> Response:
+        content, kind = metrics.exposition(request.headers.get("accept", ""))
+        return Response(content, headers={"content-type": kind})
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": list(model_entries(fleet).values())}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        entry = model_entries(fleet).get(model)
+        if entry is None:
+            raise errors.ModelNotFound(f"the model {model[:200]!r} does not exist", param="model")
+        return entry
+
+    _ = health, ready, page, models, model
+    return app
+
+
+def model_entries(fleet: Fleet) -> dict[str, dict[str, Any]]:
+    """The union of what workers that are up serve, each entry as its worker wrote it."""
+    entries: dict[str, dict[str, Any]] = {}
+    for worker in fleet.workers():
+        if worker.state == "up":
+            for card in worker.models:
+                entries.setdefault(card.id, dict(card.entry))
+    return entries

@@ -1,0 +1,145 @@
+"""Where a turn goes: what every room knows of its prompt, then a decision and a lease with no await between."""
+
+import random
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from store.knowledge import Knowledge
+from store.pool import PoolPrefix, PoolView
+
+from gateway.api import ParsedTurn
+from gateway.errors import NoWorker
+from gateway.prompts import ModelPrompts, Understood
+from policies.types import Candidate, Decision, Policy, Turn
+from store.hashing import usable_tokens
+from workers.fleet import Fleet
+from workers.leases import Lease
+from workers.worker import Target
+
+_NO_POOL = PoolPrefix(blocks=0, known=False)
+# Workers are probed every second or so: by then one may have come up.
+_RETRY_AFTER_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What is known of a turn before it is placed; made once, used again when it must be placed anew.
+
+    reads_cache: whether the engine looks for cached blocks at all for this request.
+    local_blocks: leading blocks held per target. pool: leading blocks readable from the pool.
+    draw: this turn's number for ties. seconds: how long it took to find all this out.
+    """
+
+    model: str
+    reads_cache: bool
+    understood: Understood
+    local_blocks: dict[str, int]
+    pool: PoolPrefix
+    draw: float
+    seconds: float
+
+    @property
+    def prompt_tokens(self) -> int:
+        """0 where the prompt is not known."""
+        return 0 if self.understood.prompt is None else len(self.understood.prompt.tokens)
+
+    @property
+    def block_size(self) -> int:
+        """0 where the prompt is not known."""
+        return 0 if self.understood.scheme is None else self.understood.scheme.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A decision with its lease taken."""
+
+    decision: Decision
+    target: Target
+    chosen: Candidate
+    lease: Lease
+
+
+class Draws(Protocol):
+    def random(self) -> float: ...
+
+
+class Router:
+    """The policy is swapped whole; everything else belongs to the rooms it asks."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        prompts: ModelPrompts,
+        knowledge: Knowledge,
+        pool: PoolView | None,
+        policy: Policy,
+        draws: Draws | None = None,
+    ) -> None:
+        self.policy = policy
+        self._fleet = fleet
+        self._prompts = prompts
+        self._knowledge = knowledge
+        self._pool = pool
+        self._draws = draws or random.SystemRandom()
+
+    async def look(self, parsed: ParsedTurn) -> Sight:
+        """Find out what is known of the turn's prompt. Never raises: what can't be known is left out."""
+        started = time.perf_counter()
+        understood = await self._prompts.understand(parsed.model, parsed.prompt, parsed.unknown)
+        local: dict[str, int] = {}
+        pool = _NO_POOL
+        if understood.prompt is not None:
+            chain = understood.prompt.chain
+            if self._pool is not None and understood.layout is not None and len(chain):
+                pool = await self._pool.prefix(chain, understood.layout)
+            local = self._knowledge.index.match(chain.keys)
+        seconds = time.perf_counter() - started
+        return Sight(parsed.model, parsed.reads_cache, understood, local, pool, self._draws.random(), seconds)
+
+    def decide(self, sight: Sight, failed: Collection[str] = ()) -> Decision:
+        """The policy's choice now. `failed`: names of workers that failed this turn."""
+        return self.policy(Turn(sight.prompt_tokens, sight.draw), self.candidates(sight, failed))
+
+    def place(self, sight: Sight, failed: Collection[str] = ()) -> Placement:
+        """Decide and charge, with no await between. Raises NoWorker."""
+        decision = self.decide(sight, failed)
+        chosen = decision.chosen
+        if decision.target is None or chosen is None:
+            raise NoWorker("no worker can take this turn now", retry_after_s=_RETRY_AFTER_S)
+        target = next(t for t in self._fleet.targets() if t.name == decision.target)
+        lease = self._fleet.leases.take(target.name, max(0, sight.prompt_tokens - chosen.cached_tokens))
+        return Placement(decision, target, chosen, lease)
+
+    def can_place(self, sight: Sight, failed: Collection[str]) -> bool:
+        return any(not c.excluded for c in self.candidates(sight, failed))
+
+    def candidates(self, sight: Sight, failed: Collection[str] = ()) -> list[Candidate]:
+        """Every registered target as the policy is to see it."""
+        return [self._candidate(target, sight, failed) for target in self._fleet.targets()]
+
+    def _candidate(self, target: Target, sight: Sight, failed: Collection[str]) -> Candidate:
+        worker = target.worker
+        load = self._fleet.leases.load(target.name)
+        excluded = (
+            (worker.state if worker.state != "up" else "")
+            or ("cordoned" if worker.cordoned else "")
+            or ("model" if sight.model and not worker.card(sight.model) else "")
+            or ("failed" if worker.name in failed else "")
+        )
+        local = pool = 0
+        size, block_size = sight.prompt_tokens, sight.block_size
+        if sight.reads_cache and size and block_size:
+            local = usable_tokens(sight.local_blocks.get(target.name, 0), block_size, size)
+            pool = usable_tokens(sight.pool.blocks, block_size, size)
+        return Candidate(
+            target.name,
+            excluded,
+            local_tokens=local,
+            pool_tokens=pool,
+            queued_tokens=load.queued_tokens,
+            inflight=load.inflight,
+            waiting=worker.report.waiting,
+        )

@@ -1,0 +1,89 @@
+"""A real gateway on a real port in front of workers made of raw sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import aiohttp
+import pytest
+import uvicorn
+from peer import Handler, Peer
+
+from gateway.app import Gateway
+from gateway.settings import Settings, load
+
+
+class Front:
+    """The gateway under test and a client for it."""
+
+    def __init__(self, gateway: Gateway, url: str, client: aiohttp.ClientSession) -> None:
+        self.gateway = gateway
+        self.url = url
+        self.client = client
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    async def until(self, condition: Callable[[], bool], budget_s: float = 5.0) -> None:
+        """Wait until an observable condition holds."""
+        async with asyncio.timeout(budget_s):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+    async def idle(self) -> None:
+        """Wait until no lease is held."""
+        await self.until(lambda: self.gateway.fleet.leases.total_inflight() == 0)
+
+
+@asynccontextmanager
+async def serving(settings: Settings) -> AsyncIterator[Front]:
+    gateway = Gateway(settings)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            gateway, host="127.0.0.1", port=0, log_level="warning", lifespan="on", timeout_graceful_shutdown=2
+        )
+    )
+    server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
+    running = asyncio.create_task(server.serve())
+    while not server.started:
+        assert not running.done(), "the gateway did not start"
+        await asyncio.sleep(0.005)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    async with aiohttp.ClientSession(
+        auto_decompress=False, connector=aiohttp.TCPConnector(limit=0)
+    ) as client:
+        try:
+            yield Front(gateway, url, client)
+        finally:
+            server.should_exit = True
+            await running
+
+
+@pytest.fixture
+async def peers() -> AsyncIterator[Callable[[Handler], Awaitable[Peer]]]:
+    started: list[Peer] = []
+
+    async def start(handler: Handler, model: str = "m") -> Peer:
+        peer = await Peer(handler, model).start()
+        started.append(peer)
+        return peer
+
+    yield start
+    for peer in started:
+        await peer.stop()
+
+
+@pytest.fixture
+async def front() -> AsyncIterator[Callable[..., Awaitable[Front]]]:
+    """Start a gateway in front of peers: `await front(peer, peer, flags={...})`; all of them are up on return."""
+    async with AsyncExitStack() as stack:
+
+        async def start(*workers: Peer, env: dict[str, str] | None = None) -> Front:
+            flags = {"workers.urls": [w.url for w in workers], "admin.token": "admin-token"}
+            settings = load(None, {"MOONGATE_WORKERS__HEALTH_INTERVAL_S": "0.05", **(env or {})}, flags)
+            entered = await stack.enter_async_context(serving(settings))
+            await entered.until(lambda: all(w.state == "up" for w in entered.gateway.fleet.workers()))
+            return entered
+
+        yield start

@@ -1,0 +1,154 @@
+"""A worker made of raw sockets: it does to a connection exactly what a test says, byte by byte."""
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Received:
+    """A request as it came over the wire."""
+
+    method: str
+    target: str
+    headers: list[tuple[str, str]]
+    body: bytes
+
+    def header(self, name: str) -> list[str]:
+        return [value for key, value in self.headers if key.lower() == name]
+
+
+@dataclass
+class Connection:
+    """One request's connection. `gone` is set when the other side closes it."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def answer(self, status: int, body: bytes, *headers: str) -> None:
+        lines = [f"HTTP/1.1 {status} X", f"content-length: {len(body)}", *headers]
+        await self.send("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+
+    async def start_stream(self, kind: str = "text/event-stream; charset=utf-8") -> None:
+        await self.send(
+            f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+        )
+
+    async def chunk(self, data: bytes) -> None:
+        await self.send(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+
+    async def end_stream(self) -> None:
+        await self.send(b"0\r\n\r\n")
+
+    def reset(self) -> None:
+        """Break the connection with a RST."""
+        sock: socket.socket = self.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+
+ADMIN = {"authorization": "Bearer admin-token"}
+
+Handler = Callable[[Received, Connection], Awaitable[None]]
+
+
+class Peer:
+    """Answers probes by itself (unless told not to) and hands every other request to `handler`."""
+
+    def __init__(self, handler: Handler, model: str = "m") -> None:
+        self.handler = handler
+        self.pages = {
+            "/health": b"",
+            "/v1/models": json.dumps(
+                {"object": "list", "data": [{"id": model, "root": "/nowhere", "extra": 1}]}
+            ).encode(),
+        }
+        self.received: list[Received] = []
+        self.open: set[Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, port: int = 0) -> "Peer":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, limit=1 << 20)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+        return self
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def stop(self) -> None:
+        """Close the listener and cut every connection, as a killed process does."""
+        if self._server is not None:
+            self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            while request := await _read_request(reader):
+                if request.target in self.pages:
+                    await Connection(reader, writer).answer(200, self.pages[request.target])
+                    continue
+                self.received.append(request)
+                connection = Connection(reader, writer)
+                self.open.add(connection)
+                watcher = asyncio.create_task(_watch(connection))
+                try:
+                    await self.handler(request, connection)
+                finally:
+                    self.open.discard(connection)
+                    watcher.cancel()
+                    await asyncio.gather(watcher, return_exceptions=True)
+                if writer.is_closing() or connection.gone.is_set():
+                    return
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            writer.transport.abort()
+
+    __hash__ = object.__hash__
+
+
+Connection.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+async def _watch(connection: Connection) -> None:
+    """Notice that the other side left while the handler is busy. Clients here never pipeline."""
+    while not connection.reader.at_eof() and connection.reader.exception() is None:
+        await asyncio.sleep(0.005)
+    connection.gone.set()
+
+
+async def _read_request(reader: asyncio.StreamReader) -> Received | None:
+    line = await reader.readline()
+    if not line:
+        return None
+    method, target, _ = line.decode("latin-1").split(" ", 2)
+    headers: list[tuple[str, str]] = []
+    while (line := await reader.readline()) not in (b"\r\n", b""):
+        name, _, value = line.decode("latin-1").rstrip("\r\n").partition(":")
+        headers.append((name, value.strip()))
+    found = {name.lower(): value for name, value in headers}
+    if found.get("transfer-encoding") == "chunked":
+        body = b""
+        while size := int(await reader.readline(), 16):
+            body += await reader.readexactly(size)
+            await reader.readexactly(2)
+        await reader.readline()
+    else:
+        body = await reader.readexactly(int(found.get("content-length", "0")))
+    return Received(method, target, headers, body)

@@ -1,0 +1,395 @@
+"""The way of a turn through a real gateway: bytes, failures, cancels, leases."""
+
+import asyncio
+import json
+import socket
+import struct
+from typing import Any
+
+import pytest
+from peer import ADMIN, Connection, Received
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def body(**more: Any) -> bytes:
+    return json.dumps({**CHAT, **more}).encode()
+
+
+async def say_ok(_: Received, connection: Connection) -> None:
+    await connection.answer(200, b'{"ok":true}', "content-type: application/json")
+
+
+async def stream_three(_: Received, connection: Connection) -> None:
+    await connection.start_stream()
+    for i in range(3):
+        await connection.chunk(b'data: {"i":%d}\n\n' % i)
+    await connection.chunk(b"data: [DONE]\n\n")
+    await connection.end_stream()
+
+
+async def test_b017_the_worker_gets_the_bytes_that_the_client_sent(peers, front) -> None:
+    peer = await peers(say_ok)
+    gate = await front(peer)
+    odd = (
+        b'{ "model":"m",\n\t"messages":[{"role":"user","content":"\\u00e9 \xc3\xa9","x":1e3,"tool_calls":null}],'
+        b'"unknown":{"b":1,"a":2},"tools":[{"type":"function","function":{"name":"f"}}],"temperature":1.0 }'
+    )
+    async with gate.client.post(f"{gate.url}/v1/chat/completions?a=%20b", data=odd) as answer:
+        assert answer.status == 200
+        assert await answer.read() == b'{"ok":true}'
+        assert answer.headers["content-length"] == "11"
+    assert peer.received[0].body == odd
+    assert peer.received[0].target == "/v1/chat/completions?a=%20b"
+    assert peer.received[0].header("host") == [f"127.0.0.1:{peer.port}"]
+
+
+async def test_chunks_come_as_the_worker_sends_them_and_headers_before_the_first(peers, front) -> None:
+    go = asyncio.Event()
+
+    async def paced(_: Received, connection: Connection) -> None:
+        await connection.start_stream()
+        for i in range(3):
+            await go.wait()
+            go.clear()
+            await connection.chunk(b": hb\r\n\r\ndata:{%d}\n\n" % i)
+        await connection.chunk(b"data: [DONE]\n\n")
+        await connection.end_stream()
+
+    gate = await front(await peers(paced))
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body(stream=True)) as answer:
+        assert answer.status == 200
+        for i in range(3):
+            go.set()
+            assert await answer.content.readany() == b": hb\r\n\r\ndata:{%d}\n\n" % i
+        assert await answer.content.read() == b"data: [DONE]\n\n"
+    await gate.idle()
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 429, 503])
+async def test_b006_b086_the_workers_own_errors_pass_unchanged(peers, front, status: int) -> None:
+    async def refuse(_: Received, connection: Connection) -> None:
+        await connection.answer(
+            status,
+            b'{"object":"error","x":1}',
+            "content-type: application/json",
+            "retry-after: 7",
+            "x-ratelimit-a: b",
+        )
+
+    gate = await front(await peers(refuse))
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body(stream=True)) as answer:
+        assert answer.status == status
+        assert await answer.read() == b'{"object":"error","x":1}'
+        assert answer.headers["content-type"] == "application/json"
+        assert (answer.headers["retry-after"], answer.headers["x-ratelimit-a"]) == ("7", "b")
+    await gate.idle()
+
+
+BAD = [
+    (b"{", 400, None),
+    (b"[]", 400, None),
+    (b"\xff\xfe", 400, None),
+    (b"", 400, None),
+    (b'{"messages":[]}', 400, "model"),
+    (b'{"model":7,"messages":[]}', 400, "model"),
+    (b'{"model":"m"}', 400, "messages"),
+    (b'{"model":"m","messages":"hi"}', 400, "messages"),
+    (b'{"model":"m","messages":[1]}', 400, "messages[0]"),
+    (b'{"model":"m","messages":[],"stream":"yes"}', 400, "stream"),
+    (b'{"model":"other","messages":[]}', 404, "model"),
+    (
+        b'{"model":"m","messages":[],"kv_transfer_params":{"remote_host":"169.254.169.254"}}',
+        400,
+        "kv_transfer_params",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "status", "param"), BAD)
+async def test_b085_b070_bad_input_is_refused_in_openai_shape_and_nothing_is_forwarded(
+    peers, front, content: bytes, status: int, param: str | None
+) -> None:
+    peer = await peers(say_ok)
+    gate = await front(peer)
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=content) as answer:
+        assert answer.status == status
+        error = (await answer.json())["error"]
+        assert set(error) == {"message", "type", "code", "param"}
+        assert error["param"] == param
+    assert peer.received == []
+    assert gate.gateway.fleet.leases.total_inflight() == 0
+
+
+async def test_no_worker_is_503_with_retry_after_and_the_gateway_stays_alive(front) -> None:
+    gate = await front()
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body()) as answer:
+        assert answer.status == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        assert (await answer.json())["error"]["code"] == "no_worker"
+    async with gate.client.get(f"{gate.url}/health") as answer:
+        assert answer.status == 200
+    async with gate.client.get(f"{gate.url}/ready") as answer:
+        assert answer.status == 503
+        assert (await answer.json())["reasons"] == ["no worker is registered"]
+
+
+async def test_b039_a_refused_connection_goes_to_another_worker_at_once(peers, front) -> None:
+    dead, alive = await peers(say_ok), await peers(say_ok)
+    gate = await front(dead, alive, env={"MOONGATE_WORKERS__HEALTH_INTERVAL_S": "600"})
+    await dead.stop()
+    for _ in range(20):
+        async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body()) as answer:
+            assert answer.status == 200
+    assert len(alive.received) == 20
+    assert {w.name: w.state for w in gate.gateway.fleet.workers()}[f"127.0.0.1:{dead.port}"] == "down"
+    await gate.idle()
+
+
+async def test_b039_the_last_worker_dead_is_an_error_of_ours_in_json(peers, front) -> None:
+    dead = await peers(say_ok)
+    gate = await front(dead, env={"MOONGATE_WORKERS__HEALTH_INTERVAL_S": "600"})
+    await dead.stop()
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body()) as answer:
+        assert answer.status == 502
+        assert (await answer.json())["error"]["code"] == "upstream_failed"
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body()) as answer:
+        assert answer.status == 503
+        assert "retry-after" in answer.headers
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504])
+async def test_a_worker_that_fails_before_its_first_byte_is_replaced(peers, front, status: int) -> None:
+    async def broken(_: Received, connection: Connection) -> None:
+        await connection.answer(status, b"{}")
+
+    bad, good = await peers(broken), await peers(say_ok)
+    gate = await front(bad, good)
+    for _ in range(8):
+        async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body()) as answer:
+            assert answer.status == 200
+    assert len(good.received) == 8
+    await gate.idle()
+
+
+async def test_b038_a_reset_before_any_byte_is_tried_again_and_after_output_never(peers, front) -> None:
+    async def reset_at_once(_: Received, connection: Connection) -> None:
+        connection.reset()
+
+    async def reset_after_output(_: Received, connection: Connection) -> None:
+        await connection.start_stream()
+        await connection.chunk(b'data: {"i":0}\n\n')
+        connection.reset()
+
+    early, good = await peers(reset_at_once), await peers(stream_three)
+    gate = await front(early, good)
+    for _ in range(6):
+        async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body(stream=True)) as answer:
+            assert (await answer.read()).endswith(b"data: [DONE]\n\n")
+    assert len(good.received) == 6
+
+    late = await peers(reset_after_output)
+    gate = await front(late)
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body(stream=True)) as answer:
+        got = await answer.read()
+    assert len(late.received) == 1
+    assert_broken_stream(got, b'data: {"i":0}\n\n')
+    await gate.idle()
+
+
+def assert_broken_stream(got: bytes, before: bytes) -> None:
+    assert got.startswith(before)
+    events = [event for event in got[len(before) :].split(b"\n\n") if event]
+    assert len(events) == 1
+    error = json.loads(events[0].removeprefix(b"data: "))["error"]
+    assert error["code"] == "upstream_failed"
+    assert b"[DONE]" not in got
+
+
+@pytest.mark.parametrize("sent", [b'data: {"i":0}\n\n', b'data: {"i"', b""])
+async def test_b007_a_stream_that_ends_without_its_terminator_does_not_look_complete(
+    peers, front, sent: bytes
+) -> None:
+    async def stop_short(_: Received, connection: Connection) -> None:
+        await connection.start_stream()
+        if sent:
+            await connection.chunk(sent)
+        await connection.end_stream()
+
+    gate = await front(await peers(stop_short))
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body(stream=True)) as answer:
+        assert_broken_stream(await answer.read(), sent)
+    async with gate.client.get(f"{gate.url}/metrics") as page:
+        assert 'moongate_requests_total{api="chat",model="m",outcome="error"} 1.0' in await page.text()
+
+
+async def test_a_json_answer_that_breaks_off_closes_the_connection(peers, front) -> None:
+    async def half(_: Received, connection: Connection) -> None:
+        await connection.send(
+            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
+        )
+        connection.reset()
+
+    gate = await front(await peers(half))
+    with pytest.raises(Exception, match="(?i)payload|disconnected"):
+        async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body()) as answer:
+            await answer.read()
+    await gate.idle()
+
+
+async def phase_before_headers(_: Received, connection: Connection) -> None:
+    await connection.gone.wait()
+
+
+async def phase_mid_stream(_: Received, connection: Connection) -> None:
+    await connection.start_stream()
+    await connection.chunk(b'data: {"i":0}\n\n')
+    await connection.gone.wait()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("phase", [phase_before_headers, phase_mid_stream])
+async def test_b002_b003_b004_b005_the_client_leaving_closes_the_upstream(
+    peers, front, phase, stream: bool
+) -> None:
+    peer = await peers(phase)
+    gate = await front(peer)
+    content = body(stream=stream)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+    writers: list[asyncio.StreamWriter] = []
+    for _ in range(50):
+        _, writer = await asyncio.open_connection("127.0.0.1", gate.port)
+        writer.write(head + content)
+        writers.append(writer)
+    await gate.until(lambda: len(peer.open) == 50)
+    assert gate.gateway.fleet.leases.total_inflight() == 50
+    for i, writer in enumerate(writers):
+        if i % 2:
+            sock = writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+    await gate.until(lambda: not peer.open, budget_s=1)
+    await gate.idle()
+    async with gate.client.get(f"{gate.url}/metrics") as page:
+        assert 'outcome="cancelled"} 50.0' in await page.text()
+
+
+async def test_b034_a_silent_worker_costs_its_budget_and_answers_504(peers, front) -> None:
+    gate = await front(
+        await peers(phase_before_headers),
+        env={"MOONGATE_TIMEOUTS__FIRST_BYTE_S": "0.1", "MOONGATE_LIMITS__TRIES": "1"},
+    )
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body()) as answer:
+        assert answer.status == 504
+        assert (await answer.json())["error"]["code"] == "upstream_timeout"
+    await gate.idle()
+
+
+async def test_b036_bodies_up_to_the_limit_pass_whole_and_larger_ones_are_413(peers, front) -> None:
+    peer = await peers(say_ok)
+    gate = await front(peer, env={"MOONGATE_LIMITS__MAX_BODY_BYTES": str(33 << 20)})
+    large = body(pad="x" * (32 << 20))
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=large) as answer:
+        assert answer.status == 200
+    assert peer.received[0].body == large
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body(pad="x" * (34 << 20))) as answer:
+        assert answer.status == 413
+        assert (await answer.json())["error"]["code"] == "request_too_large"
+
+
+async def test_b042_other_paths_pass_with_the_same_accounting(peers, front) -> None:
+    hold = asyncio.Event()
+
+    async def slow(_: Received, connection: Connection) -> None:
+        await hold.wait()
+        await connection.answer(200, b"{}")
+
+    one, two = await peers(slow), await peers(slow)
+    gate = await front(one, two)
+    paths = ["/v1/embeddings", "/tokenize", "/inference/v1/generate", "/v1/anything?x=1"]
+
+    async def call(path: str) -> int:
+        async with gate.client.post(gate.url + path, data=b'{"model":"m","input":"x"}') as answer:
+            return answer.status
+
+    calls = [asyncio.create_task(call(path)) for path in paths * 10]
+    await gate.until(lambda: len(one.open) + len(two.open) == 40)
+    assert len(one.open) == len(two.open) == 20
+    assert gate.gateway.fleet.leases.total_inflight() == 40
+    hold.set()
+    assert await asyncio.gather(*calls) == [200] * 40
+    await gate.idle()
+
+
+async def test_b021_short_cold_prompts_spread_over_an_idle_fleet(peers, front) -> None:
+    fleet = [await peers(say_ok) for _ in range(4)]
+    gate = await front(*fleet)
+    for i in range(120):
+        async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body(i=i)) as answer:
+            assert answer.status == 200
+    assert all(10 <= len(peer.received) <= 55 for peer in fleet)
+
+
+async def test_b029_compressed_answers_pass_as_they_are(peers, front) -> None:
+    async def packed(request: Received, connection: Connection) -> None:
+        assert request.header("accept-encoding") == ["gzip, br"]
+        await connection.answer(
+            200, b"\x1f\x8b raw", "content-encoding: gzip", "content-type: application/json"
+        )
+
+    gate = await front(await peers(packed))
+    headers = {"accept-encoding": "gzip, br"}
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body(), headers=headers) as answer:
+        assert await answer.read() == b"\x1f\x8b raw"
+        assert answer.headers["content-encoding"] == "gzip"
+
+
+async def test_b080_models_are_the_union_of_what_is_up_with_all_fields(peers, front) -> None:
+    one, two = await peers(say_ok, "m"), await peers(say_ok, "n")
+    gate = await front(one, two)
+    async with gate.client.get(f"{gate.url}/v1/models") as answer:
+        page = await answer.json()
+    assert [(card["id"], card["extra"]) for card in page["data"]] == [("m", 1), ("n", 1)]
+    async with gate.client.get(f"{gate.url}/v1/models/n") as answer:
+        assert (await answer.json())["id"] == "n"
+    async with gate.client.get(f"{gate.url}/v1/models/z") as answer:
+        assert (answer.status, (await answer.json())["error"]["code"]) == (404, "model_not_found")
+    for model, peer in (("m", one), ("n", two)):
+        async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body(model=model)) as answer:
+            assert answer.status == 200
+        assert len(peer.received) == 1
+
+
+async def test_debug_headers_are_for_the_admin_token_only_unless_switched_on(peers, front) -> None:
+    gate = await front(await peers(say_ok))
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body()) as answer:
+        assert not [name for name in answer.headers if name.lower().startswith("x-moongate")]
+        assert answer.headers["x-request-id"]
+    headers = {**ADMIN, "x-request-id": "mine-1"}
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body(), headers=headers) as answer:
+        assert answer.headers["x-moongate-action"] == "none"
+        assert answer.headers["x-moongate-policy"] == "longest_prefix"
+        assert answer.headers["x-request-id"] == "mine-1"
+    async with gate.client.get(f"{gate.url}/admin/v1/decisions/mine-1", headers=ADMIN) as answer:
+        record = await answer.json()
+    assert record["unrenderable"] != ""
+    assert record["outcome"]["status"] == 200
+
+
+async def test_workers_are_cordoned_and_removed_at_run_time_without_losing_a_turn(peers, front) -> None:
+    one, two = await peers(say_ok), await peers(say_ok)
+    gate = await front(one, two)
+    admin = f"{gate.url}/admin/v1/workers/127.0.0.1:{one.port}"
+    async with gate.client.patch(admin, json={"cordoned": True}, headers=ADMIN) as answer:
+        assert answer.status == 200
+    for _ in range(10):
+        async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body()) as answer:
+            assert answer.status == 200
+    assert (len(one.received), len(two.received)) == (0, 10)
+    async with gate.client.delete(admin, headers=ADMIN) as answer:
+        assert answer.status == 204
+    async with gate.client.post(
+        f"{gate.url}/admin/v1/workers", json={"url": one.url}, headers=ADMIN
+    ) as answer:
+        assert answer.status == 201
+    await gate.until(lambda: all(w.state == "up" for w in gate.gateway.fleet.workers()))
