@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 
+_OUTGOING = 32_768
+
 
 class PortTaken(Exception):
     """`host:port` cannot be listened on, mostly because another process does."""
@@ -31,12 +33,14 @@ def require_free(host: str, port: int) -> None:
 def free_ports(above: int) -> Iterator[int]:
     """Ports above `above`, ascending, that nothing listens on, on any address. Never the same one twice.
 
-    Stays below 32768, where Linux starts to hand out ports to outgoing connections: one of those could be
-    taken between the look and the use.
+    Stays below 32768 (and starts at 8001 when `above` does not): from there on Linux hands out ports to
+    outgoing connections, one of which could take a port between the look and the use.
     """
-    for port in range(above + 1, 32_768):
+    first = above + 1 if above + 1 < _OUTGOING else 8001
+    for port in range(first, _OUTGOING):
         try:
             require_free("0.0.0.0", port)  # noqa: S104 (bound for an instant, to see whether it is free)
         except PortTaken:
             continue
         yield port
+    raise PortTaken("0.0.0.0", _OUTGOING - 1, "no free port is left below it")  # noqa: S104

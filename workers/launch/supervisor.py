@@ -24,7 +24,10 @@ class Supervised(Protocol):
     def name(self) -> str: ...
 
     async def start(self) -> None:
-        """Returns when the process serves. Raises an Exception whose text tells a person what went wrong."""
+        """Returns when the process serves.
+
+        Raises an Exception whose text tells a person what went wrong, with the log's end where that helps.
+        """
         ...
 
     async def wait(self) -> int:
@@ -84,15 +87,15 @@ class Supervisor:
         try:
             await process.start()
         except Exception as error:
-            raise ProcessFailed(f"{process.name} did not start: {error}{_log_of(process)}") from error
+            raise ProcessFailed(f"{process.name} did not start: {error}") from error
         self._watches.append(asyncio.create_task(self._watch(process, restart=restart)))
 
     async def _watch(self, process: Supervised, *, restart: bool) -> None:
         deaths: deque[float] = deque(maxlen=RESTARTS)
         while True:
-            ended = _ended(await process.wait())
+            ended = _ended(await process.wait()) + _log_of(process)
             while True:
-                what = f"{process.name} {ended}{_log_of(process)}"
+                what = f"{process.name} {ended}"
                 now = time.monotonic()
                 if not restart:
                     self._fail(what)

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 MOONCAKE_CONFIG = "mooncake.json"
+# One request of the tiny model's full context, and some room.
+BLOCKS = 4224
+MAX_POSITIONS = 131_072
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,9 @@ class VllmWorkerSpec:
     mooncake: str | None = None
     served_model_name: str = ""
     block_size: int = 32
-    blocks: int = 4224
+    blocks: int = BLOCKS
     max_model_len: int = 0
-    max_positions: int = 131_072
+    max_positions: int = MAX_POSITIONS
     max_num_seqs: int = 16
     segment_bytes: int = 64 << 20
     buffer_bytes: int = 32 << 20

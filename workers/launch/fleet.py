@@ -1,0 +1,118 @@
+"""A whole fleet on this machine, as `moongate up` runs it: Mooncake master, workers, gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+
+from workers.launch.model import local_model
+from workers.launch.plan import LocalFleet, Plan
+from workers.launch.ports import PortTaken, free_ports, require_free
+from workers.launch.supervisor import ProcessFailed, Supervisor
+
+__all__ = ["LocalFleet", "up"]
+
+# Together under the 10 s a user is asked to wait at the end; the gateway lets running turns finish meanwhile.
+GATEWAY_GRACE_S, WORKER_GRACE_S, MASTER_GRACE_S = 4.0, 3.0, 2.0
+
+
+def up(fleet: LocalFleet, *, say: Callable[[str], None], progress: Callable[[str], None]) -> int:
+    """Runs the fleet until SIGINT, SIGTERM or SIGHUP, or until a part of it fails for good; blocks.
+
+    `say` gets one line when everything serves, `progress` what happens before and after. Returns the exit
+    code: 0 after a signal, 1 after a failure. On return no process, port or temporary file is left.
+    """
+    return asyncio.run(_up(fleet, say, progress))
+
+
+async def _up(fleet: LocalFleet, say: Callable[[str], None], progress: Callable[[str], None]) -> int:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stopping.set)
+    supervisor = Supervisor(progress)
+    signalled = asyncio.create_task(stopping.wait())
+    with _run_directory(fleet.directory.resolve() / "run") as run_directory:
+        starting = asyncio.create_task(_start(fleet, supervisor, run_directory, progress))
+        try:
+            await asyncio.wait({starting, signalled, supervisor.failure}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                say(starting.result())
+                await asyncio.wait({signalled, supervisor.failure}, return_when=asyncio.FIRST_COMPLETED)
+            if supervisor.failure.done():
+                supervisor.failure.result()
+        except (ProcessFailed, PortTaken, OSError) as error:
+            progress(f"moongate up: {error}")
+            return 1
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await supervisor.stop()
+    return 0
+
+
+async def _start(
+    fleet: LocalFleet, supervisor: Supervisor, run_directory: Path, progress: Callable[[str], None]
+) -> str:
+    """Starts everything in order and returns the ready line."""
+    if fleet.port == 0:
+        fleet = replace(fleet, port=next(free_ports(above=7999)))
+    require_free(fleet.host, fleet.port)
+    home = fleet.directory.resolve()
+    model = local_model(fleet.model, home / "models")
+    plan = Plan.make(fleet, model, run_directory, logs=home / "logs", cache=home / "cache")
+    plan.logs.mkdir(parents=True, exist_ok=True)
+    if fleet.mooncake is None:
+        progress(f"starting the Mooncake master on {plan.pool}")
+        await supervisor.start([plan.master()], grace_s=MASTER_GRACE_S)
+    progress(f"starting {fleet.workers} {fleet.engine} workers for {model.name}; logs are in {plan.logs}")
+    # Two vLLM servers that import and profile at once on two cores take longer than one after the other.
+    await supervisor.start(plan.workers(), grace_s=WORKER_GRACE_S, together=fleet.engine == "sim")
+    progress(f"starting the gateway on {fleet.url}")
+    token = fleet.admin_token or secrets.token_urlsafe(24)
+    await supervisor.start([plan.gateway(token)], grace_s=GATEWAY_GRACE_S, restart=False)
+    return await _ready_line(fleet.url, model.name, token)
+
+
+async def _ready_line(url: str, model: str, token: str) -> str:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "What holds the KV cache of this prompt?"}],
+        "max_tokens": 16,
+    }
+    header = "content-type: application/json"
+    curl = f"curl -i {url}/v1/chat/completions -H {shlex.quote(header)} -d {shlex.quote(json.dumps(body))}"
+    ui = False
+    with contextlib.suppress(httpx.HTTPError):
+        async with httpx.AsyncClient(trust_env=False) as client:
+            ui = (await client.get(f"{url}/ui")).is_success
+    words = [f"base_url={url}/v1", f"admin={url}/admin/v1", f"token={token}"]
+    if ui:
+        words.append(f"ui={url}/ui")
+    return f"ready {' '.join(words)} try: {curl}"
+
+
+@contextlib.contextmanager
+def _run_directory(parent: Path) -> Generator[Path]:
+    """A directory of this run's own, gone afterwards. Sweeps those of runs that were killed."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for old in parent.iterdir():
+        if not (old.name.isdigit() and Path("/proc", old.name).exists()):
+            shutil.rmtree(old, ignore_errors=True)
+    own = parent / str(os.getpid())
+    own.mkdir()
+    try:
+        yield own
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
