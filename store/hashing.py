@@ -328,15 +328,15 @@ def _cbor_extra(extra: Extra) -> bytes:
 def _pickle_extra(extra: Extra, memo: int) -> bytes:
     """Pickle of a tuple of tuples of texts, `memo` objects having been memoised before.
 
-    A text is written once and referred to afterwards if it is the same object. In the engine equal texts of
-    more than one character come from different places of a request, so they are different objects.
+    An object is written once and referred to afterwards. In the engine equal texts come from different places
+    of a request, so they are different objects, but for the texts CPython has only one object of.
     """
     out: list[bytes] = []
     seen: dict[str, int] = {}
     for row in extra:
         for text in row:
             data = text.encode("utf-8", "surrogatepass")
-            if len(text) <= 1 and text in seen:
+            if text in seen and len(text) <= 1 and text < "\u0100":
                 out.append(b"h" + bytes((seen[text],)))
                 continue
             short = len(data) < 1 << 8

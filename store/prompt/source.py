@@ -1,0 +1,109 @@
+"""The async face of a model's prompts: loads the tokenizer once, keeps heavy work off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from store.hashing import HashScheme
+from store.prompt.request import Prompt, PromptRequest, Unrenderable
+
+if TYPE_CHECKING:
+    from store.prompt.local import LocalPrompts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptStatus:
+    """`detail` says what failed. The counts are of the prompt cache."""
+
+    state: Literal["loading", "ready", "failed"]
+    detail: str = ""
+    cached_tokens: int = 0
+    cached_bytes: int = 0
+
+
+class PromptSource:
+    """Prompts of one tokenizer. Use from one event loop."""
+
+    def __init__(
+        self,
+        tokenizer: str,
+        *,
+        threads: int = 1,
+        retry_delay_s: float = 30.0,
+        cache_bytes: int = 256 << 20,
+    ) -> None:
+        """Nothing is loaded yet: the first `prompt` does that, in a thread."""
+        self._tokenizer: Final = tokenizer
+        self._retry_delay_s: Final = retry_delay_s
+        self._cache_bytes: Final = cache_bytes
+        self._threads: Final = ThreadPoolExecutor(threads, thread_name_prefix="prompt")
+        self._loading: asyncio.Task[LocalPrompts] | None = None
+        self._local: LocalPrompts | None = None
+        self._failed: Unrenderable | None = None
+        self._retry_at = 0.0
+
+    async def prompt(
+        self, request: PromptRequest, scheme: HashScheme, *, lora: tuple[str, str] | None = None
+    ) -> Prompt:
+        """Tokens and chain of `request`; waits for the tokenizer if it is loading.
+
+        Raises Unrenderable: also, without another attempt, for `retry_delay_s` after a load that failed.
+        """
+        local = self._local or await self._load()
+        if not local.heavy(request):
+            return local.prompt(request, scheme, lora=lora)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: local.prompt(request, scheme, lora=lora))
+
+    def status(self) -> PromptStatus:
+        if self._local is not None:
+            return PromptStatus("ready")
+        if self._failed is not None:
+            return PromptStatus("failed", str(self._failed))
+        return PromptStatus("loading")
+
+    async def close(self) -> None:
+        """Stop taking work. A load or an encoding under way ends by itself, unobserved."""
+        if self._loading is not None:
+            self._loading.cancel()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _load(self) -> LocalPrompts:
+        """One load for all who wait; a caller that gives up does not end it for the others."""
+        if self._failed is not None and asyncio.get_running_loop().time() < self._retry_at:
+            raise self._failed
+        if self._loading is None:
+            self._loading = asyncio.create_task(self._load_once(), name="load tokenizer")
+            # Retrieve the result even when every waiter has gone, or asyncio complains about it.
+            self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._loading)
+
+    async def _load_once(self) -> LocalPrompts:
+        loop = asyncio.get_running_loop()
+        try:
+            local = await loop.run_in_executor(self._threads, _load_local, self._tokenizer, self._cache_bytes)
+        except Unrenderable as why:
+            self._failed = why
+            self._retry_at = loop.time() + self._retry_delay_s
+            logger.warning("tokenizer %s: %s", self._tokenizer, why)
+            raise
+        finally:
+            self._loading = None
+        self._local, self._failed = local, None
+        return local
+
+
+def _load_local(tokenizer: str, cache_bytes: int) -> LocalPrompts:
+    # Importing transformers takes most of a second: done here, in the thread, it delays nobody's start.
+    # Without torch, which tokenizers do not need, it would print a warning.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from store.prompt.local import LocalPrompts
+
+    return LocalPrompts.load(tokenizer)
