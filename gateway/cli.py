@@ -184,8 +184,10 @@ def _worker_spec(
     model: str, host: str, port: int, mooncake: str | None, python: Path | None, extra: tuple[str, ...]
 ) -> "VllmWorkerSpec":
     from workers.launch.model import local_model
-    from workers.launch.vllm import VllmWorkerSpec
+    from workers.launch.vllm import MAX_POSITIONS, VllmWorkerSpec
 
+    if host in ("0.0.0.0", "::"):  # noqa: S104 - a comparison, not a bind
+        _fail("--host must be the address at which the gateway and other workers reach this worker")
     here = Path(".moongate").resolve()
     interpreter = python or Path(".venv-vllm/bin/python")
     if not interpreter.exists():
@@ -206,6 +208,7 @@ def _worker_spec(
         replay_port=port + 2,
         segment_port=port + 3,
         mooncake=mooncake,
+        max_positions=found.max_positions or MAX_POSITIONS,
         load_format=found.load_format,
         offline=found.offline,
         extra_args=extra,

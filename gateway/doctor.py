@@ -1,5 +1,6 @@
 """Checks of every hop of a running gateway, each with what is wrong and what to change."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ def _tokens(worker: dict[str, Any], model: str, gateway: RunningGateway, client:
         except (httpx.HTTPError, ValueError, KeyError) as error:
             return Finding(check, "skip", f"the worker's /tokenize does not answer ({type(error).__name__})")
         try:
-            view = gateway.explain(httpx.Request("POST", worker["url"], json=body).content, api)
+            view = gateway.explain(json.dumps(body).encode(), api)
         except RemoteError as error:
             return Finding(check, "fail", f"{name}: {error}")
         if view["unrenderable"]:

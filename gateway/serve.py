@@ -7,10 +7,13 @@ import socket
 import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from gateway import errors
 from gateway.settings import Settings
 
 # Clients keep an idle connection and use it for the next turn. Closing first would race with that use;
@@ -49,6 +52,12 @@ def configure_logging(level: str) -> None:
     )
     for name in ("httpx", "httpcore"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cut)
+
+
+def _is_no_cut(record: logging.LogRecord) -> bool:
+    """A response cut on purpose was logged where that was decided; no stack of the server's is needed."""
+    return not (record.exc_info and isinstance(record.exc_info[1], errors.ResponseCut))
 
 
 @contextmanager
@@ -59,12 +68,30 @@ def listening(settings: Settings) -> Generator[list[socket.socket]]:
         yield [stack.enter_context(listen(settings.server.host, port)) for port in ports]
 
 
+class _Protocol(HttpToolsProtocol):
+    """What is no HTTP at all gets an answer in our shape too."""
+
+    def send_400_response(self, msg: str) -> None:
+        content = errors.body(errors.InvalidRequest("the request is not valid HTTP"), "openai")
+        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        self.transport.write(head + b"content-length: %d\r\n\r\n%b" % (len(content), content))
+        self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    """A second signal, of either kind, ends it without waiting for turns under way."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.force_exit or self.should_exit
+        super().handle_exit(sig, frame)
+
+
 def run(app: ASGIApp, settings: Settings, sockets: list[socket.socket]) -> None:
     """Serve on `sockets` until SIGINT or SIGTERM."""
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=_Protocol,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -77,7 +104,7 @@ def run(app: ASGIApp, settings: Settings, sockets: list[socket.socket]) -> None:
     print(
         f"moongate listens on {base_url(sockets[0])}, admin on {base_url(sockets[-1])}/admin/v1", flush=True
     )
-    server = uvicorn.Server(config)
+    server = _Server(config)
 
     def end(*_: object) -> None:
         server.should_exit = True

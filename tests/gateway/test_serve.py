@@ -1,6 +1,7 @@
 """The server around the app: its sockets, its end, and what it does not say."""
 
 import asyncio
+import json
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ from gateway.serve import CannotListen, base_url, listen
 PROJECT = Path(__file__).parents[2]
 PROGRAM = """
 import asyncio, sys
+from gateway.errors import ResponseCut
 from gateway.serve import configure_logging, listening, run
 from gateway.settings import load
 
@@ -32,8 +34,12 @@ async def app(scope, receive, send):
         return
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"begun ", "more_body": True})
+    if scope["path"] == "/cut":
+        raise ResponseCut
     if scope["path"] == "/slow":
         await asyncio.sleep(1)
+    if scope["path"] == "/endless":
+        await asyncio.sleep(60)
     await send({"type": "http.response.body", "body": str(scope["server"][1]).encode()})
 
 settings = load(None, {}, {"server.port": 0, "admin.port": int(sys.argv[1]), "timeouts.drain_s": 5})
@@ -88,6 +94,43 @@ async def test_b083_a_stream_under_way_ends_before_the_server_does() -> None:
         assert process.returncode == 0
         assert out == b"closed\n"
         assert b"/slow" not in log
+
+
+async def test_b083_a_second_signal_does_not_wait() -> None:
+    async with (
+        serving("0") as (process, urls),
+        httpx.AsyncClient() as http,
+        http.stream("GET", urls[0] + "/endless") as answer,
+    ):
+        chunks = answer.aiter_text()
+        assert await anext(chunks) == "begun "
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr
+        while b"Waiting for connections" not in (line := await process.stderr.readline()):
+            assert line
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 3) == 0
+        with pytest.raises(httpx.RemoteProtocolError):
+            await anext(chunks)
+
+
+async def test_b085_what_is_no_http_gets_our_error_shape() -> None:
+    async with serving("0") as (_, urls):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(urls[0].rsplit(":", 1)[1]))
+        writer.write(b"nonsense\r\n\r\n")
+        head, _, content = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
+        writer.close()
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(content)["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_response_cut_on_purpose_leaves_no_stack_in_the_log() -> None:
+    async with serving("0") as (process, urls), httpx.AsyncClient() as http:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await http.get(urls[0] + "/cut")
+        process.send_signal(signal.SIGTERM)
+        _, log = await asyncio.wait_for(process.communicate(), 30)
+        assert b"Traceback" not in log
 
 
 async def test_an_app_that_refuses_to_start_is_an_error() -> None:
