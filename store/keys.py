@@ -1,0 +1,122 @@
+"""Names of KV-block objects in the Mooncake pool, as vLLM's MooncakeStoreConnector builds them.
+
+One block is one object per rank that holds a part of it, and per KV-cache group:
+
+    [cache_prefix@]<model>[namespace]@tp_rank:0@pcp0@dcp0@pp_rank:0@group:0@<digest in hex>
+
+The block can be reused only when every one of them exists. Nothing in the name tells hash algorithm, dtype,
+block size or salt: the first three must be agreed on, the last is in the digest.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+_KEY: Final = re.compile(
+    r"(?P<name>.+?)(?P<namespace>(?:@store_tp:\d+)?@store_pp:\d+@store_format:[^@]+)?"
+    r"@tp_rank:(?P<tp>\d+)@pcp(?P<pcp>\d+)@dcp(?P<dcp>\d+)@pp_rank:(?P<pp>\d+)"
+    r"@group:(?P<group>\d+)@(?P<digest>[0-9a-f]{64}|[0-9a-f]{32})",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLayout:
+    """Which objects one worker needs for a block. Workers with equal layouts read each other's blocks.
+
+    model: the worker's `--model` (its last path component is in the keys), not the served name.
+    tp_ranks: distinct tensor-parallel ranks that hold different bytes, see `distinct_tp_ranks`; with a
+    `store_tp` namespace the number of shards.
+    groups: numbers of the KV-cache groups, all of which a block needs.
+    namespace: `@store_pp:...` text of the opt-in shared layouts, verbatim.
+    dcp_ranks: decode-context ranks; above 1 they are a subdivision of the tensor-parallel ranks.
+    """
+
+    model: str
+    tp_ranks: int = 1
+    pp_ranks: int = 1
+    groups: tuple[int, ...] = (0,)
+    cache_prefix: str = ""
+    namespace: str = ""
+    pcp_ranks: int = 1
+    dcp_ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        """The part of a key in front of namespace and ranks."""
+        model = self.model.rstrip("/").rsplit("/", 1)[-1]
+        return f"{self.cache_prefix}@{model}" if self.cache_prefix else model
+
+    def prefixes(self) -> tuple[str, ...]:
+        """All that comes before the digest, with the `@`; one for each object a block is made of."""
+        return _prefixes(self)
+
+    def keys(self, digest: bytes) -> list[str]:
+        """Every key that must exist for the block."""
+        text = digest.hex()
+        return [prefix + text for prefix in _prefixes(self)]
+
+    def owns(self, key: PoolKey) -> bool:
+        """Whether the object is a part of a block under this layout."""
+        return key.prefix in _prefixes(self)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolKey:
+    """A key taken apart. `name` is `[cache_prefix@]model`, unsplit: both may contain an `@` themselves."""
+
+    name: str
+    namespace: str
+    tp_rank: int
+    pcp_rank: int
+    dcp_rank: int
+    pp_rank: int
+    group: int
+    digest: bytes
+
+    @property
+    def prefix(self) -> str:
+        return _prefix(
+            self.name + self.namespace, self.tp_rank, self.pcp_rank, self.dcp_rank, self.pp_rank, self.group
+        )
+
+
+def parse_key(key: str) -> PoolKey | None:
+    """None for an object that is no KV block of vLLM: other users of the pool, other versions."""
+    found = _KEY.fullmatch(key)
+    if found is None:
+        return None
+    tp, pcp, dcp, pp, group = (int(found[part]) for part in ("tp", "pcp", "dcp", "pp", "group"))
+    parsed = PoolKey(
+        found["name"], found["namespace"] or "", tp, pcp, dcp, pp, group, bytes.fromhex(found["digest"])
+    )
+    # Leading zeros parse, but the engine never writes them: such a key would never be asked for again.
+    return parsed if parsed.prefix + found["digest"] == key else None
+
+
+def distinct_tp_ranks(tp: int, kv_heads: int, *, mla: bool = False, dcp: int = 1) -> int:
+    """How many of `tp` ranks hold bytes of their own. Ranks that share a KV head store one object together.
+
+    `kv_heads` counts those of the whole model. MLA has one latent for all ranks.
+    """
+    if dcp > 1:
+        return tp
+    return 1 if mla else tp // max(1, tp // kv_heads)
+
+
+@lru_cache(maxsize=1024)
+def _prefixes(layout: KeyLayout) -> tuple[str, ...]:
+    return tuple(
+        _prefix(layout.name + layout.namespace, tp, pcp, tp % layout.dcp_ranks, pp, group)
+        for group in layout.groups
+        for pcp in range(layout.pcp_ranks)
+        for tp in range(layout.tp_ranks)
+        for pp in range(layout.pp_ranks)
+    )
+
+
+def _prefix(name: str, tp: int, pcp: int, dcp: int, pp: int, group: int) -> str:
+    return f"{name}@tp_rank:{tp}@pcp{pcp}@dcp{dcp}@pp_rank:{pp}@group:{group}@"
