@@ -107,8 +107,8 @@ class Metrics:
             "render_unsupported", "Prompts whose tokens could not be computed.", "model", "reason"
         )
         self._by_worker = (self._kv_events, self._upstream_errors)
-        for source in ("local", "pool", "computed"):
-            self._prompt_tokens.labels(source)
+        # Made once: they are on every turn's way, and show as 0 from the start.
+        self._sources = {s: self._prompt_tokens.labels(s) for s in ("local", "pool", "computed")}
         self.registry.register(self._state)
         ProcessCollector(registry=self.registry)
 
@@ -128,7 +128,7 @@ class Metrics:
     def prompt_tokens(self, *, local: int, pool: int, computed: int) -> None:
         """What the decision expects of its target: `pool` counts the tokens beyond `local`."""
         for source, tokens in (("local", local), ("pool", pool), ("computed", computed)):
-            self._prompt_tokens.labels(source).inc(max(0, tokens))
+            self._sources[source].inc(max(0, tokens))
 
     @_harmless
     def cached_tokens(self, *, predicted: int, actual: int) -> None:

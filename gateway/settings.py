@@ -91,8 +91,8 @@ def _from_file(file: Path) -> Table:
     return document
 
 
-# Kubernetes puts MOONGATE_PORT=tcp://10.0.0.1:8000 and the like into every pod next to a service "moongate".
-_SERVICE_LINK = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
+# Kubernetes puts MOONGATE_SERVER_PORT=tcp://10.0.0.1:80 into every pod next to a service "moongate-server".
+_SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 
 
 def _from_env(env: Mapping[str, str]) -> Table:
@@ -104,8 +104,7 @@ def _from_env(env: Mapping[str, str]) -> Table:
         if not name.startswith(ENV_PREFIX):
             continue
         if "__" not in name:
-            link = _SERVICE_LINK.search(name) or re.match(r"(tcp|udp|sctp)://", text)
-            if name in flattened and not link:
+            if name in flattened and not _SERVICE_LINK.match(text):
                 raise SettingsError(f"{variable}: did you mean {flattened[name]}?")
             continue
         key = known.get(name)

@@ -130,6 +130,12 @@ def test_gaps_only_grow_and_a_worker_that_comes_back_counts_from_zero(metrics: M
     samples(metrics)
     fleet.gaps = {"w1": 1}
     assert samples(metrics)["moongate_kv_event_gaps_total", ()] == 5
+    fleet.gaps = {"w1": 0}
+    samples(metrics)
+    fleet.gaps = {"w1": 2}
+    assert samples(metrics)["moongate_kv_event_gaps_total", ()] == 7
+    fleet.gaps = {"w1": 1}
+    assert samples(metrics)["moongate_kv_event_gaps_total", ()] == 8
 
 
 def test_a_state_that_cannot_be_read_leaves_the_counters(fleet: Fleet) -> None:

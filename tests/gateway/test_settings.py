@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.settings import Settings, SettingsError, keys, load, render
@@ -134,6 +134,7 @@ def test_b105_secrets_are_masked_everywhere(tmp_path: Path) -> None:
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
+@example("", '\x7f\x00"\\\n', 0.0, [])
 @given(names, names, st.floats(0, 1e9), st.lists(names, max_size=3))
 def test_render_is_toml_that_loads_to_the_same_settings(
     model: str, text: str, number: float, urls: list[str]
