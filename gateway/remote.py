@@ -28,15 +28,22 @@ class RunningGateway:
 
     def get(self, path: str) -> Any:
         """The JSON answer of `path`. Raises RemoteError."""
-        return self._ask("GET", path).json()
+        return self._json(self._ask("GET", path))
 
     def explain(self, body: bytes, api: str = "") -> dict[str, Any]:
         """Where `body` would go. Raises RemoteError."""
-        return self._ask("POST", "/admin/v1/explain", content=body, params={"api": api} if api else {}).json()
+        params = {"api": api} if api else {}
+        return self._json(self._ask("POST", "/admin/v1/explain", content=body, params=params))
 
     def add_worker(self, url: str) -> None:
         """Register a worker; one that is registered already is fine. Raises RemoteError."""
         self._ask("POST", "/admin/v1/workers", accept=409, json={"url": url})
+
+    def _json(self, answer: httpx.Response) -> Any:
+        try:
+            return answer.json()
+        except ValueError:
+            raise RemoteError(f"what answers at {self.url} is no gateway") from None
 
     def _ask(self, method: str, path: str, accept: int = 0, **more: Any) -> httpx.Response:
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.admin import AdminParts, build_admin
 from gateway.admin_views import DecisionView, IndexEntry, PoolAnswer
@@ -226,6 +226,16 @@ async def test_a_wrong_token_is_told_apart_from_no_gateway(site: Site) -> None:
         pytest.raises(RemoteError, match="no gateway"),
     ):
         await asyncio.to_thread(gateway.get, "/admin/v1/workers")
+
+
+async def test_something_else_at_the_url_is_no_gateway() -> None:
+    async def page(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"<html>"})
+
+    async with serving(page) as url:
+        with RunningGateway(url, "") as gateway, pytest.raises(RemoteError, match="is no gateway"):
+            await asyncio.to_thread(gateway.get, "/admin/v1/workers")
 
 
 def view(**more: Any) -> dict[str, Any]:
