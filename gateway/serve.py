@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import signal
 import socket
 import sys
@@ -36,7 +37,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        # Resolver errors have negative numbers; the socket module's own text repeats the address.
+        number = getattr(error, "errno", None) or 0
+        reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or str(error)
         raise CannotListen(f"cannot listen on {host} port {port}: {reason}") from None
 
 

@@ -144,7 +144,7 @@ def test_listening_twice_names_address_and_reason() -> None:
     with listen("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
         assert base_url(sock) == f"http://127.0.0.1:{port}"
-        with pytest.raises(CannotListen, match=f"127.0.0.1 port {port}: Address already in use"):
+        with pytest.raises(CannotListen, match=f"127.0.0.1 port {port}: Address already in use$"):
             listen("127.0.0.1", port)
     with pytest.raises(CannotListen, match="no-such-host"):
         listen("no-such-host.invalid", 0)
