@@ -53,6 +53,18 @@ class _Chat(msgspec.Struct):
     kv_transfer_params: msgspec.Raw | None = None
 
 
+class _ChatTurn(ChatPrompt, kw_only=True):
+    """A chat body in one pass: its prompt, and what else decides about the turn."""
+
+    model: str
+    messages: list[dict[str, Any]]  # pyright: ignore[reportIncompatibleVariableOverride]
+    stream: bool | None = None
+    n: int | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+    kv_transfer_params: msgspec.Raw | None = None
+
+
 class _Completion(msgspec.Struct):
     """The least that a completions body must be."""
 
@@ -93,12 +105,13 @@ def parse(method: str, path: str, body: bytes) -> ParsedTurn:
 
 
 def _chat(body: bytes) -> ParsedTurn:
-    head = _decode(body, _Chat)
-    _refuse_transfer(head.kv_transfer_params)
+    head: _Chat | _ChatTurn
+    prompt: ChatPrompt | None
     try:
-        prompt = msgspec.json.decode(body, type=ChatPrompt, strict=False)
-    except msgspec.ValidationError:
-        prompt = None
+        head = prompt = msgspec.json.decode(body, type=_ChatTurn, strict=False)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        head, prompt = _decode(body, _Chat), None
+    _refuse_transfer(head.kv_transfer_params)
     return ParsedTurn(
         "chat",
         head.model,

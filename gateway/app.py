@@ -2,20 +2,18 @@
 
 import logging
 from contextlib import AsyncExitStack
-
-from store.knowledge import Knowledge
-from store.pool import PoolView
-from store.streams import EventStreams
+from dataclasses import asdict
 
 from gateway.admin import AdminParts, build_admin
+from gateway.admin_views import IndexEntry, PoolAnswer, index_entries
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.decisions import DecisionLog
 from gateway.errors import ErrorBoundary
 from gateway.exchange import Receive, Scope, Send
 from gateway.explain import Explainer
 from gateway.health import Readiness, readiness
-from gateway.links import Links
-from gateway.metrics import Metrics
+from gateway.links import CountedKnowledge, Links
+from gateway.metrics import Metrics, Snapshot, WorkerSample
 from gateway.prompts import ModelPrompts
 from gateway.public import build_public
 from gateway.router import Router
@@ -23,11 +21,16 @@ from gateway.settings import Settings
 from gateway.transport import AiohttpTransport
 from gateway.turns import TurnApp
 from policies import registry
+from store.knowledge import Knowledge
+from store.pool import PoolView
+from store.streams import EventStreams
 from workers.fleet import Fleet
 from workers.probe import Probe
 
 logger = logging.getLogger(__name__)
 
+# As the metric index_trust shows it: exact knowledge, some, none.
+_TRUST = {"exact": 1.0, "catching-up": 0.5, "degraded": 0.0}
 _TURN_PREFIXES = ("/v1/", "/inference/", "/pooling")
 _TURN_PATHS = frozenset(("/tokenize", "/detokenize"))
 
@@ -50,8 +53,9 @@ class Gateway:
             if mooncake.master
             else None
         )
+        self.metrics = Metrics(self._snapshot, serves=self.fleet.serves, knows_worker=self.fleet.knows)
         self.knowledge = Knowledge(on_pool_stored=self.pool.announced if self.pool else None)
-        self.streams = EventStreams(self.knowledge)
+        self.streams = EventStreams(CountedKnowledge(self.knowledge, self.metrics))
         self.prompts = ModelPrompts(self.fleet, settings.models, settings.prompt)
         self.probe = Probe(
             self.fleet,
@@ -62,9 +66,6 @@ class Gateway:
         )
         self.fleet.listen(self.probe.follow)
         self.fleet.listen(Links(self.streams, self.knowledge, self.prompts).follow)
-        self.metrics = Metrics(
-            self._snapshot, serves=self.fleet.serves, knows_worker=lambda name: name in self._names()
-        )
         self.transport = AiohttpTransport(
             connect_s=timeouts.connect_s,
             first_byte_s=timeouts.first_byte_s,
@@ -95,8 +96,8 @@ class Gateway:
                 loads=self.fleet.leases,
                 explainer=Explainer(router),
                 decisions=self.decisions,
-                index=self._index,
-                pool=self._pool,
+                index=self._index_report,
+                pool=self._pool_report,
             )
         )
         self._public = build_public(self.fleet, self.metrics, self._readiness)
@@ -146,8 +147,42 @@ class Gateway:
         for url in self._settings.workers.urls:
             self.fleet.add(url)
 
-    def _names(self) -> set[str]:
-        return {w.name for w in self.fleet.workers()} | {t.name for t in self.fleet.targets()}
+    def _snapshot(self) -> Snapshot:
+        streams = self.streams.status()
+        states = {name: status.state for name, status in streams.items()}
+        return Snapshot(
+            workers=[
+                WorkerSample(
+                    worker.name,
+                    worker.state == "up",
+                    sum(self.fleet.leases.load(t.name).inflight for t in worker.targets),
+                    min(_TRUST.get(states.get(t.name, ""), 0.0) for t in worker.targets),
+                )
+                for worker in self.fleet.workers()
+            ],
+            index_blocks=self._index_sizes(),
+            kv_event_gaps={name: status.gaps for name, status in streams.items()},
+            pool_degraded=self.pool is not None and self.pool.degraded,
+        )
+
+    def _index_report(self) -> list[IndexEntry]:
+        targets = [target.name for target in self.fleet.targets()]
+        return index_entries(
+            targets, self.streams.status(), self._index_sizes(), self.knowledge.hash_mismatch
+        )
+
+    def _index_sizes(self) -> dict[tuple[str, str], int]:
+        return {(target, tier): count for (target, tier), count in self.knowledge.index.sizes().items()}
+
+    def _pool_report(self) -> PoolAnswer:
+        if self.pool is None:
+            return PoolAnswer(configured=False, master="", degraded=False, details={})
+        return PoolAnswer(
+            configured=True,
+            master=self._settings.mooncake.master,
+            degraded=self.pool.degraded,
+            details=asdict(self.pool.status()),
+        )
 
     def _readiness(self) -> Readiness:
         return readiness(self.fleet, self.pool, self.knowledge.hash_mismatch)

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -73,7 +73,7 @@ class Exchange:
 
     @asynccontextmanager
     async def connected(self) -> AsyncGenerator[None, None]:
-        """Run the body only as long as the client listens; its leaving raises ClientGone inside, at any await.
+        """Run the body only while the client listens; its leaving raises ClientGone inside, at any await.
 
         Call after `read_body`: from then on the only message a client can still send is its disconnect.
         """
@@ -110,9 +110,3 @@ class Exchange:
     async def finish(self, chunk: bytes = b"") -> None:
         self.finished = True
         await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
-
-    async def reply(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
-        """A whole response of the gateway's own."""
-        length = (b"content-length", str(len(body)).encode())
-        await self.start(status, [*headers, length, (b"x-request-id", self.request_id.encode())])
-        await self.finish(b"" if self.method == "HEAD" else body)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from store.pool import PoolView
-
 from workers.fleet import Fleet
 
 

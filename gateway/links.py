@@ -1,16 +1,36 @@
-"""What a change in the fleet means for the other rooms: which event streams to follow and which blocks to forget."""
+"""What a change in the fleet means for other rooms: event streams to follow, blocks to forget."""
 
 from dataclasses import dataclass
 
+from gateway.metrics import Metrics
+from gateway.prompts import ModelPrompts
+from store.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from store.knowledge import Knowledge
 from store.streams import EventSource, EventStreams
-
-from gateway.prompts import ModelPrompts
 from workers.fleet import FleetEvent
 from workers.worker import Worker
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class CountedKnowledge:
+    """An event sink: the knowledge, with every event counted on its way in."""
+
+    knowledge: Knowledge
+    metrics: Metrics
+
+    def batch(self, target: str, batch: EventBatch) -> None:
+        self.knowledge.batch(target, batch)
+        for event in batch.events:
+            self.metrics.kv_events(target, _KINDS[type(event)])
+
+    def reset(self, target: str, why: str) -> None:
+        self.knowledge.reset(target, why)
+
+
+_KINDS = {BlockStored: "stored", BlockRemoved: "removed", AllBlocksCleared: "cleared"}
+
+
+@dataclass(frozen=True, slots=True)
 class Links:
     """A fleet listener: subscribes to what came up, forgets what was lost."""
 
@@ -31,8 +51,9 @@ class Links:
             self.prompts.source(worker, card)
         for source in worker.kv_endpoints:
             target = worker.target_of(source.rank)
-            if worker.models:
-                self.knowledge.expect(target, self.prompts.scheme(worker, worker.models[0].id))
+            scheme = self.prompts.scheme(worker, worker.models[0].id) if worker.models else None
+            if scheme is not None:
+                self.knowledge.expect(target, scheme)
             self.streams.subscribe(EventSource(target, source.endpoint, source.replay_endpoint, source.topic))
 
     def _restarted(self, worker: Worker) -> None:

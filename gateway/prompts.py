@@ -1,4 +1,4 @@
-"""The prompt of a turn as its engine will see it: which tokenizer, which hash scheme, and why if neither is known."""
+"""The prompt of a turn as its engine will see it, or why that can't be known."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Where a turn goes: what every room knows of its prompt, then a decision and a lease with no await between."""
+"""Where a turn goes: what is known of its prompt, then decision and lease with no await between."""
 
 import random
 import time
@@ -6,14 +6,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
-from store.knowledge import Knowledge
-from store.pool import PoolPrefix, PoolView
-
 from gateway.api import ParsedTurn
 from gateway.errors import NoWorker
 from gateway.prompts import ModelPrompts, Understood
 from policies.types import Candidate, Decision, Policy, Turn
 from store.hashing import usable_tokens
+from store.knowledge import Knowledge
+from store.pool import PoolPrefix, PoolView
 from workers.fleet import Fleet
 from workers.leases import Lease
 from workers.worker import Target
@@ -29,7 +28,8 @@ class Sight:
 
     reads_cache: whether the engine looks for cached blocks at all for this request.
     local_blocks: leading blocks held per target. pool: leading blocks readable from the pool.
-    draw: this turn's number for ties. seconds: how long it took to find all this out.
+    draw: this turn's number for ties. seconds: how long it took to find all this out; pool_seconds: of these
+    for the pool, None if it was not asked.
     """
 
     model: str
@@ -39,6 +39,7 @@ class Sight:
     pool: PoolPrefix
     draw: float
     seconds: float
+    pool_seconds: float | None
 
     @property
     def prompt_tokens(self) -> int:
@@ -90,14 +91,17 @@ class Router:
         started = time.perf_counter()
         understood = await self._prompts.understand(parsed.model, parsed.prompt, parsed.unknown)
         local: dict[str, int] = {}
-        pool = _NO_POOL
+        pool, pool_seconds = _NO_POOL, None
         if understood.prompt is not None:
             chain = understood.prompt.chain
             if self._pool is not None and understood.layout is not None and len(chain):
+                asked = time.perf_counter()
                 pool = await self._pool.prefix(chain, understood.layout)
+                pool_seconds = time.perf_counter() - asked
             local = self._knowledge.index.match(chain.keys)
         seconds = time.perf_counter() - started
-        return Sight(parsed.model, parsed.reads_cache, understood, local, pool, self._draws.random(), seconds)
+        draw = self._draws.random()
+        return Sight(parsed.model, parsed.reads_cache, understood, local, pool, draw, seconds, pool_seconds)
 
     def decide(self, sight: Sight, failed: Collection[str] = ()) -> Decision:
         """The policy's choice now. `failed`: names of workers that failed this turn."""

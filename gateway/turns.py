@@ -93,6 +93,8 @@ class TurnApp:
         if parsed.model and self._fleet.knows_models() and not self._fleet.serves(parsed.model):
             raise errors.ModelNotFound(f"the model {parsed.model[:200]!r} does not exist", param="model")
         turn.sight = await self._router.look(parsed)
+        if turn.sight.pool_seconds is not None:
+            self._metrics.pool_lookup(turn.sight.pool_seconds)
         failed: set[str] = set()
         reset: set[str] = set()
         for attempt in range(1, self._limits.tries + 1):
@@ -104,7 +106,7 @@ class TurnApp:
                     response = await self._open(turn, placement, body)
                 except UpstreamError as error:
                     self._worker_failed(placement, error.kind)
-                    # An idle connection that the worker closed just as it was used says nothing of the worker.
+                    # An idle connection closed just as it was used says nothing of the worker.
                     if error.kind == "reset" and name not in reset:
                         reset.add(name)
                     else:
@@ -139,7 +141,7 @@ class TurnApp:
     async def _pass_back(
         self, turn: TurnState, parsed: ParsedTurn, placement: Placement, response: UpstreamResponse
     ) -> None:
-        """The worker's answer, byte for byte, chunk by chunk. A broken stream ends with the API's error event."""
+        """The worker's answer, byte for byte, as it comes; a broken stream ends with an error event."""
         exchange = turn.exchange
         turn.status = response.status
         events = is_event_stream(response.headers)
@@ -176,7 +178,8 @@ class TurnApp:
         if exchange.started:
             raise errors.ResponseCut from None
         content = errors.body(error, errors.shape_of(exchange.path), exchange.request_id)
-        await exchange.reply(error.status, errors.head(error, content, exchange.request_id), content)
+        await exchange.start(error.status, errors.head(error, content, exchange.request_id))
+        await exchange.finish(b"" if exchange.method == "HEAD" else content)
 
     def _own_headers(self, turn: TurnState, placement: Placement) -> Headers:
         headers = [(b"x-request-id", turn.exchange.request_id.encode())]

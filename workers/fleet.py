@@ -109,6 +109,10 @@ class Fleet:
         """Whether any registered worker, up or not, is known to serve `model`."""
         return any(worker.card(model) for worker in self._workers.values())
 
+    def knows(self, name: str) -> bool:
+        """Whether a worker, or a target of one, has that name."""
+        return name in self._workers or any(target.name == name for target in self.targets())
+
     def knows_models(self) -> bool:
         """Whether any worker has said yet what it serves."""
         return any(worker.models for worker in self._workers.values())

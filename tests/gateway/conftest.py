@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import aiohttp
 import pytest
 import uvicorn
-from peer import Handler, Peer
 
 from gateway.app import Gateway
 from gateway.settings import Settings, load
+from peer import Handler, Peer
 
 
 class Front:
@@ -76,7 +76,7 @@ async def peers() -> AsyncIterator[Callable[[Handler], Awaitable[Peer]]]:
 
 @pytest.fixture
 async def front() -> AsyncIterator[Callable[..., Awaitable[Front]]]:
-    """Start a gateway in front of peers: `await front(peer, peer, flags={...})`; all of them are up on return."""
+    """Start a gateway: `await front(peer, peer, env={...})`; all peers are up on return."""
     async with AsyncExitStack() as stack:
 
         async def start(*workers: Peer, env: dict[str, str] | None = None) -> Front:

@@ -57,6 +57,8 @@ class Connection:
 
 ADMIN = {"authorization": "Bearer admin-token"}
 
+PROBED = ("/health", "/metrics", "/v1/models", "/kv_event_sources")
+
 Handler = Callable[[Received, Connection], Awaitable[None]]
 
 
@@ -99,8 +101,9 @@ class Peer:
         self._tasks.add(task)
         try:
             while request := await _read_request(reader):
-                if request.target in self.pages:
-                    await Connection(reader, writer).answer(200, self.pages[request.target])
+                if request.method == "GET" and request.target in PROBED:
+                    page = self.pages.get(request.target)
+                    await Connection(reader, writer).answer(404 if page is None else 200, page or b"")
                     continue
                 self.received.append(request)
                 connection = Connection(reader, writer)
