@@ -1,0 +1,109 @@
+"""What the event streams say, put where it belongs: own blocks to the index, pool blocks to the pool view.
+
+It also watches that events can be matched at all: a worker that hashes with another seed or algorithm than
+expected publishes keys that no prompt will ever have, and nothing else would show it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final, get_args
+
+from store.events import BlockRemoved, BlockStored, EventBatch
+from store.hashing import HashAlgo, HashScheme, chain
+from store.index import BlockIndex
+
+# A matching scheme is looked at again after so many root blocks: 12 us each (facts part 1, section 1).
+_RECHECK_EVERY: Final = 256
+
+
+class Knowledge:
+    """The event sink. Not thread-safe: belongs to the event loop."""
+
+    def __init__(self, on_pool_stored: Callable[[Sequence[int]], None] | None = None) -> None:
+        """`on_pool_stored` gets the keys of blocks that a worker has just put into the pool."""
+        self.index = BlockIndex()
+        self.hash_mismatch: dict[str, str] = {}
+        self.block_sizes: dict[str, int] = {}
+        self._on_pool_stored = on_pool_stored
+        self._schemes: dict[str, HashScheme] = {}
+        self._unchecked: dict[str, int] = {}
+
+    def expect(self, target: str, scheme: HashScheme) -> None:
+        """How `target` should hash. Checked on its next root block; differences go to `hash_mismatch`."""
+        if self._schemes.get(target) != scheme:
+            self._schemes[target] = scheme
+            self._unchecked[target] = 0
+            self.hash_mismatch.pop(target, None)
+
+    def drop(self, target: str) -> None:
+        """`target` is gone: forget its blocks and what was noted about it."""
+        self.index.drop(target)
+        for noted in (self.hash_mismatch, self.block_sizes, self._schemes, self._unchecked):
+            noted.pop(target, None)
+
+    def reset(self, target: str, why: str) -> None:
+        """Forget the blocks of `target`; a new life of it may hash differently."""
+        self.index.drop(target)
+        self._unchecked[target] = 0
+
+    def batch(self, target: str, batch: EventBatch) -> None:
+        for event in batch.events:
+            if isinstance(event, BlockStored):
+                self._stored(target, event)
+            elif isinstance(event, BlockRemoved):
+                self.index.removed(target, event.keys, tier=event.tier, group=event.group)
+            else:
+                self.index.cleared(target)
+
+    def _stored(self, target: str, event: BlockStored) -> None:
+        if event.pool:
+            if self._on_pool_stored is not None:
+                self._on_pool_stored(event.keys)
+            return
+        self.index.stored(target, event.keys, event.parent, tier=event.tier, group=event.group)
+        if event.block_size:
+            self.block_sizes[target] = event.block_size
+        if event.parent is None and event.tier == "gpu":
+            self._check(target, event)
+
+    def _check(self, target: str, event: BlockStored) -> None:
+        """Hash the first block as the worker should have, and note whether it did."""
+        scheme = self._schemes.get(target)
+        checkable = event.keys and event.block_size and not event.sparse and len(event.token_ids)
+        # Adapters and images enter the hash in a form that events do not carry (facts part 1, section 1).
+        plain = event.lora_name is None and not (event.extra_keys and event.extra_keys[0])
+        if scheme is None or not checkable or not plain:
+            return
+        due = self._unchecked.get(target, 0)
+        self._unchecked[target] = due - 1 if due else _RECHECK_EVERY
+        if due and target not in self.hash_mismatch:
+            return
+        first = event.token_ids[: event.block_size]
+        if event.block_size != scheme.block_size:
+            self.hash_mismatch[target] = (
+                f"events have blocks of {event.block_size} tokens, expected {scheme.block_size}"
+            )
+        elif _hashes_to(first, scheme) == event.keys[0]:
+            self.hash_mismatch.pop(target, None)
+        else:
+            self.hash_mismatch[target] = _explain(first, scheme, event.keys[0])
+
+
+def _hashes_to(tokens: Sequence[int], scheme: HashScheme) -> int | None:
+    try:
+        return chain(tokens, scheme).keys[0]
+    except ValueError:
+        return None
+
+
+def _explain(tokens: Sequence[int], expected: HashScheme, key: int) -> str:
+    """Which algorithm and seed would have given `key`."""
+    algos: tuple[HashAlgo, ...] = get_args(HashAlgo)
+    for algo in algos:
+        for seed in dict.fromkeys((expected.seed, None, "0")):
+            if _hashes_to(tokens, HashScheme(algo, expected.block_size, seed)) == key:
+                return f"expected {_name(expected.algo, expected.seed)}, the worker uses {_name(algo, seed)}"
+    return f"expected {_name(expected.algo, expected.seed)}, the worker uses none of the known ways"
+
+
+def _name(algo: HashAlgo, seed: str | None) -> str:
+    return f"{algo} with PYTHONHASHSEED {'unset' if seed is None else repr(seed)}"

@@ -1,0 +1,331 @@
+"""KV event streams: every target's batches applied in order and once, or openly not.
+
+A thread (`store.drain`) empties the sockets, a `Sequencer` for each target (`store.sequence`) decides, and
+here, on the event loop, batches are decoded and handed to the sink, a few milliseconds at a time.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from store.drain import REPLAY_SILENCE_S, Drain, EventSource, Inbox, Kind, Message
+from store.events import AllBlocksCleared, BadBatch, EventBatch, decode
+from store.sequence import Action, Ask, Deliver, Mark, Reset, Sequencer, StreamState
+
+__all__ = ["EventSink", "EventSource", "EventStreams", "StreamMark", "StreamStatus"]
+
+logger = logging.getLogger(__name__)
+
+# The event loop is given back after this long, however much waits (DESIGN: no step above 5 ms).
+_STEP_S: Final = 0.002
+# An idle stream is asked this often whether anything was published that did not arrive.
+PROOF_INTERVAL_S: Final = 15.0
+# A new subscription takes effect at the publisher after the first replay may have been answered already;
+# what falls between the two shows in a second look.
+_SECOND_LOOK_S: Final = 1.0
+_RETRY_DELAY_S: Final = 0.3
+
+
+class EventSink(Protocol):
+    """Takes what the streams bring. Must not block."""
+
+    def batch(self, target: str, batch: EventBatch) -> None:
+        """The next batch of `target`."""
+        ...
+
+    def reset(self, target: str, why: str) -> None:
+        """Forget all of `target`: what follows starts from nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStatus:
+    """How far a target's events are known.
+
+    gaps: times that batches were missing when the next arrived; most are closed by a replay. missed: batches
+    that will never be had. garbage: messages or events that could not be read. unknown: events of no known
+    type. last_proof_age_s: seconds since it was certain that nothing published before was missing.
+    """
+
+    state: StreamState
+    last_seq: int | None
+    batches: int
+    gaps: int
+    garbage: int
+    last_event_age_s: float | None
+    unknown: int
+    missed: int = 0
+    resets: int = 0
+    last_proof_age_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMark:
+    """Where a stream stood, to continue from after a restart of the gateway."""
+
+    mark: Mark
+    complete: bool
+
+
+@dataclass(slots=True)
+class _Stream:
+    source: EventSource
+    sequencer: Sequencer
+    inbox: Inbox
+    pending: Iterator[Action] = field(default_factory=lambda: iter(()))
+    connection: int = 0
+    request: int = 0
+    batches: int = 0
+    garbage: int = 0
+    unknown: int = 0
+    resets: int = 0
+    last_event: float | None = None
+    proven: float | None = None
+    next_proof: float = float("inf")
+
+
+class EventStreams:
+    """Subscribes to targets' KV events and feeds one sink. All methods belong to the event loop's thread."""
+
+    def __init__(
+        self,
+        sink: EventSink,
+        *,
+        proof_interval_s: float = PROOF_INTERVAL_S,
+        replay_silence_s: float = REPLAY_SILENCE_S,
+    ) -> None:
+        self._sink = sink
+        self._proof_interval = proof_interval_s
+        self._replay_silence = replay_silence_s
+        self._streams: dict[str, _Stream] = {}
+        self._requests = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: Drain | None = None
+        self._scheduled = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._drain = Drain(self._notify, replay_silence_s=self._replay_silence)
+        self._drain.start()
+        for stream in self._streams.values():
+            self._drain.open(stream.source, stream.inbox)
+        self._tick()
+
+    async def close(self) -> None:
+        """Ends the thread; nothing is applied afterwards."""
+        drain, self._drain = self._drain, None
+        if self._timer is not None:
+            self._timer.cancel()
+        if drain is not None:
+            await asyncio.to_thread(drain.stop)
+
+    def subscribe(self, source: EventSource, since: StreamMark | None = None) -> None:
+        """Follow `source`, from the first batch its replay has or on from `since`, if it is still the same.
+
+        Does nothing if it is followed already. The sink must hold nothing of the target, or with `since`
+        what was known then.
+        """
+        known = self._streams.get(source.target)
+        if known is not None:
+            if known.source == source:
+                return
+            self.unsubscribe(source.target)
+        sequencer = Sequencer(
+            can_replay=source.replay_endpoint is not None,
+            mark=since.mark if since else None,
+            complete=since.complete if since else False,
+        )
+        stream = self._streams[source.target] = _Stream(source, sequencer, Inbox())
+        if self._drain is not None:
+            self._drain.open(source, stream.inbox)
+
+    def unsubscribe(self, target: str) -> None:
+        """Stop following `target`: what is known of it would age, so the sink is told to forget it."""
+        stream = self._streams.pop(target, None)
+        if stream is None:
+            return
+        if self._drain is not None:
+            self._drain.close(target)
+        self._sink.reset(target, "not followed any more")
+
+    def restarted(self, target: str) -> None:
+        """The target is known to be a new process: forget the old one and replay from the start."""
+        stream = self._streams.get(target)
+        if stream is None or self._drain is None:
+            return
+        for action in (*stream.pending, *stream.sequencer.restarted()):
+            if isinstance(action, Reset):
+                self._reset(stream, action.why)
+        stream.pending = iter(())
+        stream.connection += 1
+        stream.request = 0
+        self._drain.reconnect(target)
+
+    def status(self) -> dict[str, StreamStatus]:
+        now = time.monotonic()
+        return {target: _status(stream, now) for target, stream in self._streams.items()}
+
+    def marks(self) -> dict[str, StreamMark]:
+        """Where each stream stands, for a snapshot taken at the same time as that of what the sink holds."""
+        return {
+            target: StreamMark(stream.sequencer.mark, stream.sequencer.complete)
+            for target, stream in self._streams.items()
+            if stream.sequencer.mark is not None
+        }
+
+    # ------------------------------------------------------------------ applying
+
+    def _notify(self) -> None:
+        """Called by the thread."""
+        if self._loop is not None and not self._scheduled:
+            self._scheduled = True
+            # A closed loop raises: nobody waits for events any more.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._apply)
+
+    def _apply(self) -> None:
+        self._scheduled = False
+        if self._drain is None:
+            return
+        until = time.perf_counter() + _STEP_S
+        busy = list(self._streams.values())
+        while busy:
+            busy = [stream for stream in busy if self._step(stream)]
+            if busy and time.perf_counter() >= until:
+                self._scheduled = True
+                asyncio.get_running_loop().call_soon(self._apply)
+                return
+
+    def _step(self, stream: _Stream) -> bool:
+        """One action of `stream`. False when nothing is left to do."""
+        action = next(stream.pending, None)
+        if action is None:
+            message = stream.inbox.take()
+            if message is None:
+                return False
+            stream.pending = self._interpret(stream, message)
+        elif isinstance(action, Deliver):
+            self._deliver(stream, action)
+        elif isinstance(action, Reset):
+            self._reset(stream, action.why)
+        else:
+            self._ask(stream, action)
+        return True
+
+    def _interpret(self, stream: _Stream, message: Message) -> Iterator[Action]:
+        kind, number, seq, payload = message
+        sequencer = stream.sequencer
+        if kind is Kind.GARBAGE:
+            stream.garbage += 1
+        elif kind in (Kind.REPLAYED, Kind.REPLAY_ENDED, Kind.REPLAY_FAILED):
+            if number != stream.request:
+                return
+            if kind is Kind.REPLAYED:
+                yield from sequencer.replayed(seq, payload)
+            elif kind is Kind.REPLAY_FAILED:
+                yield from sequencer.replay_failed()
+            else:
+                yield from sequencer.replay_ended()
+                self._replay_is_done(stream)
+        elif kind is Kind.DROPPED:
+            yield from sequencer.lost()
+        elif number < stream.connection:
+            return
+        elif kind is Kind.CONNECTED:
+            stream.connection = number
+            stream.next_proof = time.monotonic() + min(_SECOND_LOOK_S, self._proof_interval)
+            yield from sequencer.connected()
+        elif kind is Kind.DISCONNECTED:
+            stream.request = 0
+            sequencer.disconnected()
+        else:
+            yield from sequencer.live(seq, payload)
+
+    def _replay_is_done(self, stream: _Stream) -> None:
+        if not stream.sequencer.replaying:
+            stream.proven = time.monotonic()
+
+    def _deliver(self, stream: _Stream, action: Deliver) -> None:
+        target = stream.source.target
+        stream.batches += 1
+        stream.last_event = time.monotonic()
+        try:
+            batch = decode(action.payload)
+        except BadBatch as error:
+            self._unreadable(stream, f"batch {action.seq} cannot be read: {error}")
+            return
+        stream.unknown += batch.unknown
+        if batch.broken:
+            self._unreadable(stream, f"{batch.broken} events of batch {action.seq} cannot be read")
+        try:
+            self._sink.batch(target, batch)
+        except Exception:
+            logger.exception("events of %s could not be applied", target)
+            self._unreadable(stream, f"batch {action.seq} could not be applied")
+            return
+        if any(isinstance(event, AllBlocksCleared) for event in batch.events) and not batch.broken:
+            stream.sequencer.emptied()
+
+    def _unreadable(self, stream: _Stream, why: str) -> None:
+        stream.garbage += 1
+        stream.sequencer.unreadable()
+        self._reset(stream, why)
+
+    def _reset(self, stream: _Stream, why: str) -> None:
+        stream.resets += 1
+        logger.info("forgetting the blocks of %s: %s", stream.source.target, why)
+        self._sink.reset(stream.source.target, why)
+
+    # ------------------------------------------------------------------ replays and proofs
+
+    def _ask(self, stream: _Stream, action: Ask) -> None:
+        self._requests += 1
+        stream.request = request = self._requests
+        if action.attempt == 0:
+            self._send(stream, action.start, request)
+        else:
+            delay = _RETRY_DELAY_S * action.attempt
+            asyncio.get_running_loop().call_later(delay, self._send, stream, action.start, request)
+
+    def _send(self, stream: _Stream, start: int, request: int) -> None:
+        if self._drain is not None and stream.request == request:
+            self._drain.ask(stream.source.target, start, request)
+
+    def _tick(self) -> None:
+        """Look for streams whose proof is due."""
+        if self._loop is None or self._drain is None:
+            return
+        now = time.monotonic()
+        for stream in self._streams.values():
+            if stream.next_proof <= now:
+                stream.next_proof = now + self._proof_interval
+                stream.pending = _after(stream.pending, stream.sequencer.prove())
+        self._scheduled = True
+        self._loop.call_soon(self._apply)
+        self._timer = self._loop.call_later(min(1.0, self._proof_interval), self._tick)
+
+
+def _after(first: Iterator[Action], then: Iterator[Action]) -> Iterator[Action]:
+    yield from first
+    yield from then
+
+
+def _status(stream: _Stream, now: float) -> StreamStatus:
+    sequencer = stream.sequencer
+    return StreamStatus(
+        state=sequencer.state,
+        last_seq=sequencer.mark.seq if sequencer.mark else None,
+        batches=stream.batches,
+        gaps=sequencer.gaps,
+        garbage=stream.garbage,
+        last_event_age_s=None if stream.last_event is None else now - stream.last_event,
+        unknown=stream.unknown,
+        missed=sequencer.missed,
+        resets=stream.resets,
+        last_proof_age_s=None if stream.proven is None else now - stream.proven,
+    )

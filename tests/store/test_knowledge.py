@@ -1,0 +1,112 @@
+"""What the sink does with events: index, pool announcements, and watching over hashes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from store.events import BlockRemoved, BlockStored, EventBatch
+from store.hashing import HashScheme, chain
+from store.knowledge import Knowledge
+
+SIZE = 32
+TOKENS = list(range(1000, 1000 + 3 * SIZE))
+
+
+def batch(*events: Any) -> EventBatch:
+    return EventBatch(1.0, list(events), 0)
+
+
+def stored(keys: Sequence[int], parent: int | None = None, **more: Any) -> BlockStored:
+    fields: dict[str, Any] = {"token_ids": [], "block_size": SIZE, "tier": "gpu", "group": 0, **more}
+    return BlockStored(list(keys), parent, **fields)
+
+
+def announced_by(scheme: HashScheme, **more: Any) -> BlockStored:
+    return stored(chain(TOKENS, scheme).keys, token_ids=TOKENS, **more)
+
+
+def test_pool_announcements_go_to_the_pool_and_are_no_local_blocks() -> None:
+    heard: list[list[int]] = []
+    knowledge = Knowledge(on_pool_stored=lambda keys: heard.append(list(keys)))
+    knowledge.batch("w", batch(stored([1], tier="cpu", pool=True), stored([1, 2])))
+    assert heard == [[1]]
+    assert knowledge.index.sizes() == {("w", "gpu"): 2}
+
+
+def test_b053_private_copies_of_another_tier_are_kept_apart() -> None:
+    knowledge = Knowledge()
+    knowledge.batch("w", batch(stored([1]), stored([1], tier="cpu"), BlockRemoved([1], "gpu", 0)))
+    assert knowledge.index.match([1]) == {}
+    assert knowledge.index.sizes() == {("w", "cpu"): 1}
+
+
+def test_b054_the_expected_scheme_is_confirmed() -> None:
+    knowledge = Knowledge()
+    scheme = HashScheme("sha256_cbor", SIZE, "0")
+    knowledge.expect("w", scheme)
+    knowledge.batch("w", batch(announced_by(scheme)))
+    assert knowledge.hash_mismatch == {}
+
+
+def test_b054_another_seed_is_reported_with_the_one_that_fits() -> None:
+    knowledge = Knowledge()
+    knowledge.expect("w", HashScheme("sha256_cbor", SIZE, "0"))
+    knowledge.batch("w", batch(announced_by(HashScheme("sha256", SIZE, None))))
+    assert knowledge.hash_mismatch == {
+        "w": "expected sha256_cbor with PYTHONHASHSEED '0', the worker uses sha256 with PYTHONHASHSEED unset"
+    }
+
+
+def test_b054_a_scheme_of_nobody_is_reported_and_a_later_fit_clears_it() -> None:
+    knowledge = Knowledge()
+    scheme = HashScheme("sha256", SIZE, None)
+    knowledge.expect("w", scheme)
+    knowledge.batch("w", batch(announced_by(HashScheme("sha256", SIZE, "secret"))))
+    assert "none of the known ways" in knowledge.hash_mismatch["w"]
+    knowledge.batch("w", batch(announced_by(scheme)))
+    assert knowledge.hash_mismatch == {}
+
+
+def test_b054_an_xxhash_scheme_without_seed_does_not_break_the_check() -> None:
+    knowledge = Knowledge()
+    knowledge.expect("w", HashScheme("xxhash", SIZE, None))
+    knowledge.batch("w", batch(announced_by(HashScheme("xxhash_cbor", SIZE, "0"))))
+    assert "xxhash_cbor with PYTHONHASHSEED '0'" in knowledge.hash_mismatch["w"]
+
+
+def test_b052_another_block_size_is_reported() -> None:
+    knowledge = Knowledge()
+    knowledge.expect("w", HashScheme("sha256", 16))
+    knowledge.batch("w", batch(announced_by(HashScheme("sha256", SIZE))))
+    assert knowledge.hash_mismatch["w"] == "events have blocks of 32 tokens, expected 16"
+    assert knowledge.block_sizes == {"w": 32}
+
+
+def test_blocks_whose_hash_cannot_be_recomputed_are_not_judged() -> None:
+    knowledge = Knowledge()
+    knowledge.expect("w", HashScheme("sha256", SIZE))
+    tokens = {"token_ids": TOKENS}
+    knowledge.batch(
+        "w",
+        batch(
+            stored([1, 2, 3], lora_name="la", extra_keys=[["la"]] * 3, **tokens),
+            stored([4, 5, 6], extra_keys=[["salt"], None, None], **tokens),
+            stored([7], **tokens),  # a sliding-window group that keeps one block of three
+            stored([8, 9], parent=1, **tokens),
+            stored([10]),
+        ),
+    )
+    assert knowledge.hash_mismatch == {}
+
+
+def test_b009_a_reset_forgets_blocks_and_checks_the_next_life_again() -> None:
+    knowledge = Knowledge()
+    scheme = HashScheme("sha256", SIZE)
+    knowledge.expect("w", scheme)
+    knowledge.batch("w", batch(announced_by(scheme)))
+    knowledge.reset("w", "restarted")
+    assert knowledge.index.sizes() == {}
+    knowledge.batch("w", batch(announced_by(HashScheme("sha256", SIZE, "0"))))
+    assert "w" in knowledge.hash_mismatch
+    knowledge.drop("w")
+    assert knowledge.hash_mismatch == {}
+    assert knowledge.block_sizes == {}
