@@ -9,13 +9,13 @@ import os
 import secrets
 import shlex
 import shutil
-import signal
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 
+from workers.launch.interrupts import interrupted
 from workers.launch.model import local_model
 from workers.launch.plan import LocalFleet, Plan
 from workers.launch.ports import PortTaken, free_ports, require_free
@@ -37,12 +37,8 @@ def up(fleet: LocalFleet, *, say: Callable[[str], None], progress: Callable[[str
 
 
 async def _up(fleet: LocalFleet, say: Callable[[str], None], progress: Callable[[str], None]) -> int:
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stopping.set)
     supervisor = Supervisor(progress)
-    signalled = asyncio.create_task(stopping.wait())
+    signalled = asyncio.create_task(interrupted())
     with _run_directory(fleet.directory.resolve() / "run") as run_directory:
         starting = asyncio.create_task(_start(fleet, supervisor, run_directory, progress))
         try:

@@ -198,6 +198,30 @@ async def test_a_signal_while_starting_ends_it_at_once(launch: Launch) -> None:
     assert running.left_behind() == []
 
 
+async def test_an_interrupted_make_ends_the_fleet_too(launch: Launch, tmp_path: Path) -> None:
+    port = next(free_ports(above=21_440))
+    (tmp_path / "up.py").write_text(UP)
+    command = [
+        sys.executable,
+        str(tmp_path / "up.py"),
+        str(launch.directory),
+        str(launch.stand_in),
+        str(port),
+    ]
+    (tmp_path / "Makefile").write_text(f"up:\n\t@exec setpriv --pdeathsig TERM {shlex.join(command)}\n")
+    make = await asyncio.create_subprocess_exec(
+        *("make", "-f", str(tmp_path / "Makefile"), "up"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    running = Running(make, launch.directory, port)
+    launch.made.append(running)
+    await running.until("ready ")
+    make.send_signal(signal.SIGINT)  # to make alone, not to its group as a terminal would
+    await running.ended()
+    assert running.left_behind() == []
+
+
 async def test_a_fleet_that_was_killed_leaves_no_process_and_the_next_one_sweeps_up(launch: Launch) -> None:
     killed = await launch()
     await killed.until("ready ")
