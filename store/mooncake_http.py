@@ -1,0 +1,245 @@
+"""The admin HTTP of a Mooncake master, as far as the pool view needs it.
+
+Why HTTP and not the store client: `batch_query_keys` takes no lease, says where the replicas are, and a call
+that hangs can be left behind; the client's `batch_is_exist` does none of the three.
+Why aiohttp: 0.16 ms of CPU for a look-up of one key against 0.93 ms with httpx, 0.23 against 2.3 ms for 100
+keys, and it is in the data path already; a bare stream would save another 0.1 ms.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Self, TypeVar
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from store.keys import KeyLayout
+
+# Changes of any of these mean that objects may be gone though their segments are still there.
+_LOSSES: Final = (
+    "master_evicted_key_count",
+    "master_remove_requests_total",
+    "master_remove_by_regex_requests_total",
+    "master_remove_all_requests_total",
+    "master_batch_replica_clear_requests_total",
+    "master_put_start_discard_cnt",
+)
+# Grow with every second of a master's life in which it has a client: a fall means another life.
+_AGES: Final = ("master_ping_requests_total", "master_fetch_tasks_requests_total")
+_METRIC: Final = re.compile(rb"^(master_\w+) (\d+)", re.MULTILINE)
+
+
+Answer = TypeVar("Answer")
+
+
+class MasterAway(Exception):
+    """The master did not answer as a master does. `reason`: a few fixed words. `refused`: nobody listens."""
+
+    def __init__(self, reason: str, *, refused: bool = False) -> None:
+        super().__init__(reason)
+        self.reason: Final = reason
+        self.refused: Final = refused
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """`serving` False: a standby, or a leader that is not ready."""
+
+    role: str
+    serving: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Memory that one worker (or one rank) gives to the pool.
+
+    name: `IP:PORT` as the worker was configured. endpoint: what replicas are named by; changes with every
+    start of the worker. status: OK, DRAINING, DRAINED, UNMOUNTING, ... Sizes in bytes.
+    """
+
+    name: str
+    endpoint: str
+    client: str
+    status: str
+    size: int
+    used: int
+
+    @property
+    def host(self) -> str:
+        return self.name.rpartition(":")[0] or self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """keys: objects in the pool. losses, age: sums that only grow in one life of the master."""
+
+    keys: int
+    losses: int
+    age: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Complete copies of one object: endpoints of those in memory, and whether there is one on disk."""
+
+    endpoints: frozenset[str]
+    disk: bool
+
+    @property
+    def readable(self) -> bool:
+        return bool(self.endpoints) or self.disk
+
+
+class _Memory(msgspec.Struct):
+    transport_endpoint_: str
+
+
+class _Object(msgspec.Struct):
+    # Copies that are still being written are not among the values: such an object is not `ok`.
+    ok: bool
+    values: list[_Memory] | None = None
+    disk_values: list[msgspec.Raw] | None = None
+    local_disk_values: list[msgspec.Raw] | None = None
+
+
+class _Objects(msgspec.Struct):
+    data: dict[str, _Object]
+
+
+class _Health(msgspec.Struct):
+    role: str
+    service_ready: bool
+
+
+class _Segment(msgspec.Struct):
+    segment_name: str
+    te_endpoint: str
+    client_id: str
+    status: str
+    size_bytes: int
+    allocator_used_bytes: int
+
+
+class _Segments(msgspec.Struct):
+    segments: list[_Segment]
+
+
+_objects: Final = msgspec.json.Decoder(_Objects)
+_health: Final = msgspec.json.Decoder(_Health)
+_segments: Final = msgspec.json.Decoder(_Segments)
+
+
+def queryable(layout: KeyLayout) -> tuple[str, ...] | None:
+    """The prefixes of the layout's keys as they stand in a URL.
+
+    None: the master splits its list on commas after it decoded the percent signs, so a name with a comma in
+    it cannot be asked for.
+    """
+    if "," in layout.name + layout.namespace:
+        return None
+    return tuple(quote(prefix, safe="@:") for prefix in layout.prefixes())
+
+
+class MooncakeHttp:
+    """One master. Every call raises MasterAway for whatever goes wrong, and takes `timeout_s` at most.
+
+    Open inside a running loop; close it.
+    """
+
+    def __init__(self, host: str, port: int, *, connections: int = 8) -> None:
+        self.host: Final = host
+        self.port: Final = port
+        self._base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=connections),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def health(self, timeout_s: float) -> Health:
+        answer = _decoded(_health, await self._get("/health", timeout_s))
+        return Health(answer.role, answer.service_ready)
+
+    async def segments(self, timeout_s: float) -> list[Segment]:
+        answer = _decoded(_segments, await self._get("/get_segments_detail", timeout_s))
+        return [
+            Segment(
+                each.segment_name,
+                each.te_endpoint,
+                each.client_id,
+                each.status,
+                each.size_bytes,
+                each.allocator_used_bytes,
+            )
+            for each in answer.segments
+        ]
+
+    async def counters(self, timeout_s: float) -> Counters:
+        found = {
+            name.decode(): int(value)
+            for name, value in _METRIC.findall(await self._get("/metrics", timeout_s))
+        }
+        if "master_key_count" not in found:
+            raise MasterAway("garbage")
+        return Counters(
+            keys=found["master_key_count"],
+            losses=sum(found.get(name, 0) for name in _LOSSES),
+            age=sum(found.get(name, 0) for name in _AGES),
+        )
+
+    async def replicas(self, keys: Sequence[str], timeout_s: float) -> dict[str, Replicas]:
+        """Where the complete copies of `keys` (built of `queryable` prefixes) are. Takes no lease.
+
+        Keys of objects that are missing or not complete yet are left out. Answers are under decoded keys.
+        """
+        body = await self._get("/batch_query_keys?keys=" + ",".join(keys), timeout_s)
+        # Few distinct sets of endpoints for many keys: one object for each of them.
+        known: dict[tuple[str, ...], frozenset[str]] = {}
+        found: dict[str, Replicas] = {}
+        for key, each in _decoded(_objects, body).data.items():
+            if each.ok:
+                named = tuple(copy.transport_endpoint_ for copy in each.values or ())
+                endpoints = known.setdefault(named, frozenset(named))
+                copies = Replicas(endpoints, bool(each.disk_values or each.local_disk_values))
+                if copies.readable:
+                    found[key] = copies
+        return found
+
+    async def _get(self, path: str, timeout_s: float) -> bytes:
+        try:
+            async with self._session.get(
+                URL(self._base + path, encoded=True), timeout=aiohttp.ClientTimeout(total=timeout_s)
+            ) as answer:
+                if answer.status != 200:
+                    raise MasterAway(f"http {answer.status}")
+                return await answer.read()
+        except TimeoutError:
+            raise MasterAway("timeout") from None
+        except aiohttp.ClientConnectorError as error:
+            raise MasterAway("refused", refused=True) from error
+        except (aiohttp.ServerDisconnectedError, ConnectionError) as error:
+            raise MasterAway("reset", refused=True) from error
+        except (aiohttp.ClientError, ValueError, OSError) as error:
+            raise MasterAway("garbage") from error
+
+
+def _decoded(decoder: msgspec.json.Decoder[Answer], body: bytes) -> Answer:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MasterAway("garbage") from error
