@@ -20,7 +20,7 @@ define timed
 	echo "<== $(1): $$([ $$code = 0 ] && echo ok || echo FAILED) in $$(($$(date +%s) - start)) s"; exit $$code
 endef
 
-.PHONY: help up test check unit e2e lint bench setup setup-vllm clean distclean
+.PHONY: help up test check unit e2e lint types imports bench setup setup-vllm clean distclean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -41,9 +41,15 @@ unit: $(VENV) ## tests without vLLM
 e2e: $(VENV) $(VLLM) ## tests against real vLLM and real Mooncake
 	$(call timed,end-to-end tests,.venv/bin/python -m pytest tests/e2e)
 
-check: $(VENV) ## lint, format, types, import rules
+check: lint types imports ## lint and format, types, import rules
+
+lint: $(VENV)
 	$(call timed,ruff,.venv/bin/ruff check . && .venv/bin/ruff format --check .)
+
+types: $(VENV)
 	$(call timed,types,.venv/bin/basedpyright)
+
+imports: $(VENV)
 	$(call timed,import rules,.venv/bin/lint-imports)
 
 bench: $(VENV) ## every benchmark (minutes)
