@@ -191,6 +191,11 @@ class Sequencer:
             self._hold(seq, payload)
 
     def replay_ended(self) -> Iterator[Action]:
+        if self._dropped and not self._replies:
+            self._replay = _Replay.NONE
+            self._rebuildable = True
+            yield from self._ask_again_or_give_up("replies are lost on our side")
+            return
         if not self._replies and self._asked is not None and not self._same_life:
             yield from self._new_life(f"the publisher has not come as far as batch {self._asked.seq}")
             return
@@ -216,7 +221,11 @@ class Sequencer:
         yield from self._ask_again_or_give_up("no replay to be had")
 
     def _first_reply(self, seq: int, payload: bytes) -> Iterator[Action]:
-        if self._replay is _Replay.REBUILD:
+        if self._dropped:
+            # The true first reply may be what was dropped: nothing follows from this one.
+            self._replies = 0
+            self._hold(seq, payload)
+        elif self._replay is _Replay.REBUILD:
             yield self._forget("rebuilt from a replay")
             self._start_at(seq)
             yield self._deliver(seq, payload)
