@@ -1,23 +1,39 @@
-"""Prompts made in this process, with the model's own tokenizer and chat template."""
+"""Prompts made in this process, with the model's own tokenizer and chat template, paid once.
+
+A prompt costs its rendering (1 ms per 80K tokens), a look at what is known of its text, and the tokenizing
+and hashing of the rest only: `plan` does the first two, `finish` the last.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import logging
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
 
-import jinja2
+import msgspec
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from store.hashing import HashScheme, chain
-from store.prompt import normalise
-from store.prompt.encoder import Encoder, cut
-from store.prompt.request import ChatPrompt, Ids, Prompt, PromptRequest, TextPrompt, Unrenderable
-from store.prompt.template import TemplateFacts, read_template
+from store.hashing import Chain, Digests, HashScheme, chain, digest_width, none_hash
+from store.prompt.cutting import cut, find_cut_token
+from store.prompt.encoder import Encoder, truncate, truncated
+from store.prompt.rendering import Renderer
+from store.prompt.repeats import Known, Repeats
+from store.prompt.request import (
+    ChatPrompt,
+    Ids,
+    Prompt,
+    PromptRequest,
+    TextPrompt,
+    TokensPrompt,
+    Unrenderable,
+)
+from store.prompt.segments import Segment, SegmentCache, chain_keys
 
-logger = logging.getLogger(__name__)
+Lora: TypeAlias = tuple[str, str] | None
 
 # Architectures whose prompts vLLM 0.32 writes in code of its own instead of the tokenizer's template.
 _OWN_RENDERING: Final = frozenset(
@@ -27,20 +43,50 @@ _OWN_RENDERING: Final = frozenset(
         *("DeepseekV41ForCausalLM", "InklingForCausalLM", "InklingForConditionalGeneration"),
     )
 )
-# About 5 ms of tokenizing at 1.2 us a token and 3.6 characters a token.
-_HEAVY_CHARACTERS: Final = 15_000
+# Share of the cache's bytes for whole requests, which only serve identical repeats.
+_REPEATS_SHARE: Final = 4
+# A last piece below this many characters is not worth an entry.
+_SHORT: Final = 256
+# Ids of a prompt that came as ids are kept as digests only, for runs of this many.
+_RUN_IDS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A prompt as far as it is known: `known` segments for the leading `keys`, `pieces` of text beyond.
+
+    `missing` is the number of characters (ids, for a prompt that came as ids) `finish` has to work on.
+    """
+
+    request: PromptRequest
+    scheme: HashScheme
+    lora: Lora
+    keys: Sequence[bytes]
+    known: Sequence[Segment]
+    pieces: Sequence[str]
+    ids: Ids | None = None
+    conversation: Hashable = None
+    body: bytes = b""
+
+    @property
+    def missing(self) -> int:
+        if self.ids is not None:
+            return len(self.ids) - _RUN_IDS * len(self.known)
+        return sum(map(len, self.pieces))
 
 
 class LocalPrompts:
-    """Prompts of one model. Thread-safe."""
+    """Prompts of one model, remembered in at most `cache_bytes`, least recently used first out. Thread-safe."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._tokenizer: Final = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, cache_bytes: int) -> None:
+        self._renderer: Final = Renderer(tokenizer)
         self._encoder: Final = Encoder(tokenizer.backend_tokenizer)
-        self._templates: Final[dict[str, TemplateFacts]] = {}
+        self._cut_token: Final = find_cut_token(tokenizer.backend_tokenizer, self._renderer.samples())
+        self._repeats: Final = Repeats(cache_bytes // _REPEATS_SHARE)
+        self._segments: Final = SegmentCache(cache_bytes - cache_bytes // _REPEATS_SHARE)
 
     @classmethod
-    def load(cls, tokenizer: str) -> LocalPrompts:
+    def load(cls, tokenizer: str, *, cache_bytes: int = 256 << 20) -> LocalPrompts:
         """Load the tokenizer at a path (or hub name). Blocks for 1 to 2 s. Raises Unrenderable."""
         _refuse_own_rendering(Path(tokenizer))
         try:
@@ -53,76 +99,149 @@ class LocalPrompts:
         if getattr(backend.model, "dropout", None):
             raise Unrenderable("tokenizer_unsupported", "BPE dropout makes tokens random")
         backend.encode_special_tokens = bool(getattr(loaded, "split_special_tokens", False))
-        return cls(loaded)
+        return cls(loaded, cache_bytes)
 
-    def prompt(
-        self, request: PromptRequest, scheme: HashScheme, *, lora: tuple[str, str] | None = None
-    ) -> Prompt:
-        """Tokens and chain of `request`. Pure CPU: see `heavy`. Raises Unrenderable."""
-        tokens = self._tokens(request)
+    @property
+    def cut_token(self) -> str | None:
+        """The added token prompts are cut at; None if cutting is not proven to keep the tokens."""
+        return self._cut_token
+
+    @property
+    def cached_tokens(self) -> int:
+        return self._segments.tokens
+
+    @property
+    def cached_bytes(self) -> int:
+        return self._segments.bytes + self._repeats.bytes
+
+    def prompt(self, request: PromptRequest, scheme: HashScheme, *, lora: Lora = None) -> Prompt:
+        """Tokens and chain of `request`. Pure CPU. Raises Unrenderable."""
+        return self.finish(self.plan(request, scheme, lora=lora))
+
+    def plan(self, request: PromptRequest, scheme: HashScheme, *, lora: Lora = None) -> Plan:
+        """Render `request` and find what is known of it: about 5 us a kilobyte. Raises Unrenderable."""
         try:
-            blocks = chain(tokens, scheme, cache_salt=request.cache_salt, lora=lora)
+            none_hash(scheme.algo, scheme.seed)
         except ValueError as wrong:
             raise Unrenderable("hash_seed_unknown", str(wrong)) from wrong
-        source = "local" if isinstance(request, ChatPrompt | TextPrompt) else "ids"
-        return Prompt(tokens, blocks, source)
-
-    def heavy(self, request: PromptRequest) -> bool:
-        """Whether `prompt` may take more than about 5 ms of CPU. Costs microseconds."""
-        if isinstance(request, ChatPrompt):
-            return _characters(request.messages) + _characters(request.tools) > _HEAVY_CHARACTERS
-        if isinstance(request, TextPrompt):
-            return len(request.text) > _HEAVY_CHARACTERS
-        return False
-
-    def _tokens(self, request: PromptRequest) -> Ids:
-        keep = request.truncate_prompt_tokens
-        if keep is not None and keep < 0:
+        if (request.truncate_prompt_tokens or 0) < 0:
             raise Unrenderable("truncate_to_model_length")
-        if isinstance(request, ChatPrompt | TextPrompt):
-            text = self._render(request) if isinstance(request, ChatPrompt) else request.text
-            special = request.add_special_tokens
-            if keep is None:
-                return self._encoder.encode(text, add_special_tokens=special)
-            return self._encoder.truncated(text, keep, request.truncation_side, add_special_tokens=special)
+        root = _root(request, scheme, lora)
+        if isinstance(request, TokensPrompt):
+            return self._plan_ids(request, scheme, lora, root)
+        if request.truncate_prompt_tokens is not None:
+            text = self._renderer.render(request) if isinstance(request, ChatPrompt) else request.text
+            return Plan(request, scheme, lora, (), (), (text,))
+        try:
+            body = msgspec.msgpack.encode(request)
+            conversation = (root, _beginning(request))
+            repeat = self._repeats.find(conversation, body)
+            if repeat is not None:
+                known = self._segments.longest(repeat.keys)
+                if len(known) == len(repeat.keys):
+                    return Plan(request, scheme, lora, repeat.keys, known, (repeat.tail,) * bool(repeat.tail))
+            text = self._renderer.render(request) if isinstance(request, ChatPrompt) else request.text
+            pieces = cut(text, self._cut_token)
+            keys = chain_keys(root, pieces)
+        except UnicodeEncodeError as wrong:
+            raise Unrenderable("invalid", "text with lone surrogates") from wrong
+        known = self._segments.longest(keys)
+        return Plan(request, scheme, lora, keys, known, pieces[len(known) :], None, conversation, body)
+
+    def finish(self, plan: Plan) -> Prompt:
+        """Tokenize and hash what `plan` did not find, and remember it. Raises Unrenderable."""
+        request = plan.request
+        if isinstance(request, TokensPrompt):
+            return self._finish_ids(plan)
+        if request.truncate_prompt_tokens is not None:
+            tokens = truncated(
+                self._encoder,
+                plan.pieces[0],
+                request.truncate_prompt_tokens,
+                request.truncation_side,
+                add_special_tokens=request.add_special_tokens,
+            )
+            return Prompt(tokens, _chain(tokens, plan, None), "local")
+        before, after = self._encoder.around(add_special_tokens=request.add_special_tokens)
+        fresh = self._encoder.encode_pieces(plan.pieces)
+        parts = [before, *(segment.ids for segment in plan.known), *fresh, after]
+        tokens = np.frombuffer(b"".join(parts), dtype=np.uint32)
+        known = b"".join(segment.digests for segment in plan.known)
+        blocks = _chain(tokens, plan, known)
+        self._remember(plan, fresh, blocks, start=len(before) // 4)
+        return Prompt(tokens, blocks, "local")
+
+    def _remember(self, plan: Plan, fresh: Sequence[bytes], blocks: Chain, start: int) -> None:
+        """Keep the request and the new pieces, but for a short last one: the next turn will not repeat it."""
+        keys = plan.keys[len(plan.known) :]
+        kept = len(keys)
+        tail = ""
+        if plan.pieces and len(plan.pieces[-1]) < _SHORT:
+            kept, tail = min(kept, len(plan.pieces) - 1), plan.pieces[-1]
+        size = plan.scheme.block_size
+        packed = cast(Digests, blocks.digests).packed
+        width = digest_width(plan.scheme.algo)
+        end = start + sum(len(segment.ids) for segment in plan.known) // 4
+        done = end // size if plan.known else 0
+        segments: list[Segment] = []
+        for ids in fresh[:kept]:
+            end += len(ids) // 4
+            segments.append(Segment(ids, packed[done * width : end // size * width]))
+            done = end // size
+        self._segments.put(keys[:kept], segments)
+        if plan.body:
+            stored = tuple(plan.keys[: len(plan.known) + kept])
+            self._repeats.put(plan.conversation, Known(plan.body, stored, tail))
+
+    def _plan_ids(self, request: TokensPrompt, scheme: HashScheme, lora: Lora, root: bytes) -> Plan:
         try:
             ids = np.array(request.ids, dtype=np.uint32)
         except (OverflowError, ValueError, TypeError) as wrong:
             raise Unrenderable("invalid", str(wrong)) from wrong
-        return ids if keep is None else cut(ids, keep, request.truncation_side)
+        if request.truncate_prompt_tokens is not None:
+            ids = truncate(ids, request.truncate_prompt_tokens, request.truncation_side)
+        keys: list[bytes] = []
+        for start in range(0, len(ids) - _RUN_IDS + 1, _RUN_IDS):
+            root = hashlib.sha256(root + ids[start : start + _RUN_IDS].tobytes()).digest()
+            keys.append(root)
+        return Plan(request, scheme, lora, keys, self._segments.longest(keys), (), ids)
 
-    def _render(self, request: ChatPrompt) -> str:
-        if request.chat_template is not None:
-            raise Unrenderable("request_template")
-        try:
-            template = self._tokenizer.get_chat_template(tools=request.tools)  # pyright: ignore[reportUnknownMemberType]
-        except ValueError as wrong:
-            raise Unrenderable("no_template", str(wrong)) from wrong
-        try:
-            facts = self._templates.get(template) or read_template(template)
-        except jinja2.TemplateError as wrong:
-            raise Unrenderable("template_error", str(wrong)) from wrong
-        self._templates[template] = facts
-        messages = normalise.conversation(request.messages, facts)
-        keywords = normalise.template_keywords(request, facts)
-        try:
-            text = self._tokenizer.apply_chat_template(  # pyright: ignore[reportUnknownMemberType]
-                messages, chat_template=template, tokenize=False, **keywords
-            )
-        except Exception as wrong:  # a template is a program: any exception can come out of it
-            raise Unrenderable("template_error", str(wrong)) from wrong
-        return cast(str, text)
+    def _finish_ids(self, plan: Plan) -> Prompt:
+        assert plan.ids is not None
+        blocks = _chain(plan.ids, plan, b"".join(segment.digests for segment in plan.known))
+        packed = cast(Digests, blocks.digests).packed
+        width = digest_width(plan.scheme.algo)
+        ends = [run * _RUN_IDS // plan.scheme.block_size * width for run in range(len(plan.keys) + 1)]
+        new = range(len(plan.known), len(plan.keys))
+        self._segments.put(
+            plan.keys[len(plan.known) :], [Segment(b"", packed[ends[i] : ends[i + 1]]) for i in new]
+        )
+        return Prompt(plan.ids, blocks, "ids")
 
 
-def _characters(value: Any) -> int:
-    """Characters of text in decoded JSON."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_characters, cast(dict[str, Any], value).values()))
-    if isinstance(value, list):
-        return sum(map(_characters, cast(list[Any], value)))
-    return 0
+def _chain(tokens: Ids, plan: Plan, known: bytes | None) -> Chain:
+    width = digest_width(plan.scheme.algo)
+    resume = Chain.of(Digests(known, width)) if known else None
+    salt = plan.request.cache_salt
+    try:
+        return chain(tokens, plan.scheme, cache_salt=salt, lora=plan.lora, resume=resume)
+    except ValueError as wrong:
+        raise Unrenderable("invalid", str(wrong)) from wrong
+
+
+def _root(request: PromptRequest, scheme: HashScheme, lora: Lora) -> bytes:
+    """What digests depend on besides the text before them."""
+    special = not isinstance(request, TokensPrompt) and request.add_special_tokens
+    kind = "ids" if isinstance(request, TokensPrompt) else "text"
+    facts = (kind, special, scheme.algo, scheme.block_size, scheme.seed, request.cache_salt, lora)
+    return hashlib.sha256(msgspec.msgpack.encode(facts)).digest()
+
+
+def _beginning(request: ChatPrompt | TextPrompt) -> int:
+    """Tells conversations apart, mostly: a wrong guess only costs the other one its shortcut."""
+    if isinstance(request, TextPrompt):
+        return hash(request.text[:256])
+    return hash(msgspec.msgpack.encode(request.messages[:2]))
 
 
 def _refuse_own_rendering(directory: Path) -> None:

@@ -142,7 +142,8 @@ def _without_billing_header(parts: list[Any]) -> list[Any]:
 def _content(parts: list[Any], content_format: ContentFormat) -> str | list[dict[str, Any]]:
     if content_format == "openai":
         return [_wrapped(part) for part in parts]
-    return "\n".join(_text_of(part) for part in parts)
+    # vLLM leaves empty texts out, so they bring no line break.
+    return "\n".join(text for part in parts if (text := _text_of(part)))
 
 
 def _text_of(part: Any) -> str:

@@ -7,12 +7,18 @@ template itself refuses it. The comparison skips what the engine answers with 4x
 from __future__ import annotations
 
 import gzip
+import hashlib
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
+import numpy as np
+
+from store.prompt.request import ChatPrompt, PromptRequest, TextPrompt, TokensPrompt
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -105,6 +111,21 @@ def bodies(traces: Path | None = None) -> Iterator[tuple[str, Body]]:
     yield from ((CHAT, body) for body in _random_chats(120))
     if traces is not None:
         yield from ((CHAT, body) for body in tau_bench(traces))
+
+
+def request_of(path: str, body: Body) -> PromptRequest:
+    """The prompt of a body, decoded as the gateway does it."""
+    raw = json.dumps(body).encode()
+    if path == CHAT:
+        return msgspec.json.decode(raw, type=ChatPrompt)
+    kind, field = (TextPrompt, "text") if isinstance(body["prompt"], str) else (TokensPrompt, "ids")
+    fields = {field: body["prompt"]} | {k: v for k, v in body.items() if k in kind.__struct_fields__}
+    return kind(**fields)
+
+
+def digest(ids: Sequence[int]) -> str:
+    """Names a list of token ids in 12 characters."""
+    return hashlib.sha256(np.array(ids, dtype="<u4").tobytes()).hexdigest()[:12]
 
 
 def tau_bench(path: Path, limit: int = 60) -> Iterator[Body]:

@@ -1,0 +1,113 @@
+"""Loading once, remembering failures, and leaving the event loop free."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from store.hashing import HashScheme
+from store.prompt.local import LocalPrompts
+from store.prompt.request import ChatPrompt, TextPrompt, TokensPrompt, Unrenderable
+from store.prompt.source import PromptSource
+from tests.store.prompt.corpus import user
+
+SCHEME = HashScheme("sha256_cbor", 16)
+
+
+async def test_all_who_ask_while_it_loads_share_one_load(
+    family: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[str] = []
+    real = LocalPrompts.load.__func__  # type: ignore[attr-defined]
+
+    def counted(cls: type[LocalPrompts], tokenizer: str, *, cache_bytes: int) -> LocalPrompts:
+        loads.append(tokenizer)
+        return real(cls, tokenizer, cache_bytes=cache_bytes)
+
+    monkeypatch.setattr(LocalPrompts, "load", classmethod(counted))
+    source = PromptSource(str(family("chatml")))
+    assert source.status().state == "loading"
+    requests = [source.prompt(ChatPrompt(messages=[user(f"hi {n}")]), SCHEME) for n in range(8)]
+    assert len({prompt.tokens.tobytes() for prompt in await asyncio.gather(*requests)}) == 8
+    assert len(loads) == 1
+    assert source.status().state == "ready"
+    await source.close()
+
+
+async def test_a_caller_that_gives_up_does_not_end_the_load(family: Callable[[str], Path]) -> None:
+    source = PromptSource(str(family("chatml")))
+    hurried = asyncio.create_task(source.prompt(TextPrompt(text="x"), SCHEME))
+    patient = asyncio.create_task(source.prompt(TextPrompt(text="x"), SCHEME))
+    await asyncio.sleep(0)
+    hurried.cancel()
+    assert len((await patient).tokens) == 1
+    await source.close()
+
+
+async def test_b056_a_failed_load_is_remembered_and_tried_again_later(
+    tmp_path: Path, family: Callable[[str], Path]
+) -> None:
+    path = tmp_path / "model"
+    source = PromptSource(str(path), retry_delay_s=0.2)
+    for _ in range(2):
+        with pytest.raises(Unrenderable, match="tokenizer_unavailable"):
+            await source.prompt(TextPrompt(text="x"), SCHEME)
+    assert source.status().state == "failed"
+    path.symlink_to(family("chatml"))
+    with pytest.raises(Unrenderable):
+        await source.prompt(TextPrompt(text="x"), SCHEME)
+    await asyncio.sleep(0.25)
+    assert len((await source.prompt(TextPrompt(text="x"), SCHEME)).tokens) == 1
+    assert source.status().state == "ready"
+    await source.close()
+
+
+async def test_a_model_without_template_says_so_for_chats_only(
+    tmp_path: Path, family: Callable[[str], Path]
+) -> None:
+    for file in family("chatml").iterdir():
+        if file.name != "chat_template.jinja":
+            (tmp_path / file.name).symlink_to(file)
+    source = PromptSource(str(tmp_path))
+    with pytest.raises(Unrenderable, match="no_template"):
+        await source.prompt(ChatPrompt(messages=[user("q")]), SCHEME)
+    assert len((await source.prompt(TextPrompt(text="x"), SCHEME)).tokens) == 1
+    await source.close()
+
+
+async def test_the_loop_stays_free_while_long_prompts_are_tokenized(family: Callable[[str], Path]) -> None:
+    source = PromptSource(str(family("chatml")))
+    await source.prompt(TextPrompt(text="x"), SCHEME)
+    long = [
+        ChatPrompt(messages=[user(f"{n} " + "some words of code(x) = 12;\n" * 8_000)] * 2) for n in range(4)
+    ]
+    gaps: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0)
+            gaps.append(time.perf_counter() - before)
+
+    began = time.perf_counter()
+    watcher = asyncio.create_task(watch())
+    prompts = await asyncio.gather(*(source.prompt(request, SCHEME) for request in long))
+    watcher.cancel()
+    assert all(len(prompt.tokens) > 50_000 for prompt in prompts)
+    # One of them on the loop would hold it for a quarter of the time. Noise of a busy machine stays below.
+    assert max(gaps) < (time.perf_counter() - began) / 6
+    await source.close()
+
+
+async def test_ids_are_taken_as_they_are(family: Callable[[str], Path]) -> None:
+    source = PromptSource(str(family("chatml")))
+    prompt = await source.prompt(TokensPrompt(ids=[1, 2, 3]), SCHEME)
+    assert (prompt.tokens.tolist(), prompt.source) == ([1, 2, 3], "ids")
+    for bad in ([-1], [2**33]):
+        with pytest.raises(Unrenderable, match="invalid"):
+            await source.prompt(TokensPrompt(ids=bad), SCHEME)
+    await source.close()
+    status = source.status()
+    assert (status.state, status.detail) == ("ready", "")
