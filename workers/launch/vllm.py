@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,14 +119,26 @@ def _max_model_len(spec: VllmWorkerSpec) -> int:
 
 
 def _events_config(spec: VllmWorkerSpec) -> dict[str, Any]:
-    wildcard = spec.host in {"0.0.0.0", "::"}  # noqa: S104 (a comparison, not a bind)
     return {
         "enable_kv_cache_events": True,
         "publisher": "zmq",
-        # vLLM binds the publisher only to a wildcard; any other TCP address is one it connects out to.
-        "endpoint": f"tcp://*:{spec.events_port}",
-        "replay_endpoint": f"tcp://{'*' if wildcard else spec.host}:{spec.replay_port}",
+        "endpoint": f"tcp://{_bound(spec.host)}:{spec.events_port}",
+        "replay_endpoint": f"tcp://{_bound(spec.host)}:{spec.replay_port}",
     }
+
+
+def _bound(host: str) -> str:
+    """`host` so that vLLM binds to it.
+
+    It binds the publisher only to an endpoint with "*" or "::" in it, and connects out to any other. Events
+    carry the token ids of every prompt, so an IPv4 address is not widened to all addresses but written in its
+    IPv4-mapped form, which ZeroMQ binds (and connects to) as that very address.
+    """
+    try:
+        address = ipaddress.IPv4Address(host)
+    except ValueError:
+        return "*"
+    return "*" if address.is_unspecified else f"[::ffff:{address}]"
 
 
 def _transfer_config(spec: VllmWorkerSpec) -> dict[str, Any]:

@@ -3,6 +3,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+import zmq
+
+from workers.launch.ports import free_ports
 from workers.launch.vllm import VllmWorkerSpec, command, mooncake_config
 
 SPEC = VllmWorkerSpec(
@@ -52,10 +56,24 @@ def test_a_lost_block_is_recomputed_not_an_error() -> None:
     assert config(SPEC, "kv-transfer-config")["kv_load_failure_policy"] == "recompute"
 
 
-def test_the_events_publisher_binds() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "worker-1", "::1"])  # noqa: S104 (not bound)
+def test_the_events_publisher_binds(host: str) -> None:
+    endpoint = config(replace(SPEC, host=host), "kv-events-config")["endpoint"]
+    assert "*" in endpoint or "::" in endpoint  # vLLM connects out to anything else
+
+
+def test_events_of_a_local_worker_are_not_for_the_network() -> None:
     events = config(SPEC, "kv-events-config")
-    assert events["endpoint"] == "tcp://*:8102"  # without a wildcard vLLM connects out instead
-    assert events["replay_endpoint"] == "tcp://127.0.0.1:8103"
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher, context.socket(zmq.SUB) as follower:
+        port = next(free_ports(above=21_490))
+        endpoint = events["endpoint"].replace(":8102", f":{port}")
+        publisher.bind(endpoint)
+        assert publisher.getsockopt(zmq.LAST_ENDPOINT) == f"tcp://127.0.0.1:{port}".encode()
+        follower.connect(endpoint)  # as published: what the gateway reads from /kv_event_sources
+        follower.subscribe(b"")
+        while not follower.poll(10):  # bounded by the test's timeout
+            publisher.send(b"batch")
+    assert events["replay_endpoint"] == "tcp://[::ffff:127.0.0.1]:8103"
 
 
 def test_a_prompt_of_the_maximum_length_fits_the_cache() -> None:
