@@ -16,6 +16,7 @@ from gateway.links import CountedKnowledge, Links
 from gateway.metrics import Metrics, Snapshot, WorkerSample
 from gateway.prompts import ModelPrompts
 from gateway.public import build_public
+from gateway.rendering import WorkerRenderer
 from gateway.router import Router
 from gateway.settings import Settings
 from gateway.transport import AiohttpTransport
@@ -56,7 +57,13 @@ class Gateway:
         self.metrics = Metrics(self._snapshot, serves=self.fleet.serves, knows_worker=self.fleet.knows)
         self.knowledge = Knowledge(on_pool_stored=self.pool.announced if self.pool else None)
         self.streams = EventStreams(CountedKnowledge(self.knowledge, self.metrics))
-        self.prompts = ModelPrompts(self.fleet, settings.models, settings.prompt)
+        self.prompts = ModelPrompts(
+            self.fleet,
+            settings.models,
+            settings.prompt,
+            WorkerRenderer(settings.workers.api_key),
+            self.metrics.parity_check,
+        )
         self.probe = Probe(
             self.fleet,
             interval_s=settings.workers.health_interval_s,
@@ -88,6 +95,8 @@ class Gateway:
             total_s=timeouts.total_s,
             worker_key=settings.workers.api_key,
             debug_headers=settings.routing.headers == "debug",
+            parity=self.prompts.parity,
+            forward_tokens=settings.prompt.forward_tokens,
         )
         self._admin = build_admin(
             AdminParts(
@@ -185,7 +194,11 @@ class Gateway:
         )
 
     def _readiness(self) -> Readiness:
-        return readiness(self.fleet, self.pool, self.knowledge.hash_mismatch)
+        doubts = [
+            *(f"hashes of {target}: {why}" for target, why in self.knowledge.hash_mismatch.items()),
+            *map(str, self.prompts.parity.differences()),
+        ]
+        return readiness(self.fleet, self.pool, doubts)
 
 
 def build(settings: Settings) -> Gateway:

@@ -17,7 +17,7 @@ class Explainer:
     async def explain(self, path: str, body: bytes) -> DecisionRecord:
         """The decision for `body` posted to `path` now. Raises errors.ApiError."""
         parsed = parse("POST", path, body)
-        sight = await self._router.look(parsed)
+        sight = await self._router.look(parsed, path, body)
         return DecisionRecord(
             f"explain-{uuid.uuid4().hex}",
             time.time(),

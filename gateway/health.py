@@ -14,8 +14,11 @@ class Readiness:
     reasons: list[str] = field(default_factory=list[str])
 
 
-def readiness(fleet: Fleet, pool: PoolView | None, hash_mismatches: dict[str, str]) -> Readiness:
-    """A worker is enough: the pool and exact knowledge cost cache hits, never readiness."""
+def readiness(fleet: Fleet, pool: PoolView | None, doubts: list[str]) -> Readiness:
+    """A worker is enough: the pool and exact knowledge cost cache hits, never readiness.
+
+    doubts: knowledge that was found not to hold, in words for operators.
+    """
     workers = fleet.workers()
     ready = any(w.state == "up" and not w.cordoned for w in workers)
     reasons = [] if workers else ["no worker is registered"]
@@ -23,5 +26,4 @@ def readiness(fleet: Fleet, pool: PoolView | None, hash_mismatches: dict[str, st
     reasons += [f"worker {w.name} is cordoned" for w in workers if w.cordoned]
     if pool is not None and pool.degraded:
         reasons.append("the pool can't be asked")
-    reasons += [f"hashes of {target} differ: {why}" for target, why in hash_mismatches.items()]
-    return Readiness(ready, reasons)
+    return Readiness(ready, reasons + doubts)

@@ -47,8 +47,7 @@ class Links:
             self._lost(worker)
 
     def _up(self, worker: Worker) -> None:
-        for card in worker.models:
-            self.prompts.source(worker, card)
+        self.prompts.prepare(worker)
         for source in worker.kv_endpoints:
             target = worker.target_of(source.rank)
             scheme = self.prompts.scheme(worker, worker.models[0].id) if worker.models else None
@@ -61,6 +60,7 @@ class Links:
             self.streams.restarted(target.name)
 
     def _lost(self, worker: Worker) -> None:
+        self.prompts.parity.forget(worker.name)
         for target in worker.targets:
             self.streams.unsubscribe(target.name)
             self.knowledge.drop(target.name)

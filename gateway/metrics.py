@@ -106,6 +106,9 @@ class Metrics:
         self._unrenderable = counter(
             "render_unsupported", "Prompts whose tokens could not be computed.", "model", "reason"
         )
+        self._parity_checks = counter(
+            "parity_checks", "Prompts made here compared with a worker's.", "model", "api", "result"
+        )
         self._by_worker = (self._kv_events, self._upstream_errors)
         # Made once: they are on every turn's way, and show as 0 from the start.
         self._sources = {s: self._prompt_tokens.labels(s) for s in ("local", "pool", "computed")}
@@ -156,6 +159,12 @@ class Metrics:
     @_harmless
     def unrenderable(self, model: str, reason: str) -> None:
         self._unrenderable.labels(self._model(model), self._word("render", reason)).inc()
+
+    @_harmless
+    def parity_check(self, model: str, api: str, result: str) -> None:
+        """A prompt made here was compared with the worker's: equal, differs or unavailable."""
+        labels = self._model(model), self._word("api", api), self._word("parity", result)
+        self._parity_checks.labels(*labels).inc()
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """The page of /metrics and its content type, in the format that `accept` asks for."""

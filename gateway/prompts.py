@@ -2,12 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast, get_args
 
+from gateway.api import ParsedTurn
+from gateway.parity import Parity, Result
+from gateway.rendering import Ids, NotRendered, WorkerRenderer
 from gateway.settings import ModelSettings, PromptSettings
-from store.hashing import HashAlgo, HashScheme
+from store.hashing import HashAlgo, HashScheme, chain
 from store.keys import KeyLayout
 from store.prompt.request import Prompt, PromptRequest, Unrenderable
 from store.prompt.source import PromptSource
@@ -33,11 +36,20 @@ class Understood:
 class ModelPrompts:
     """One prompt source per tokenizer path, shared by all models and workers that use it."""
 
-    def __init__(self, fleet: Fleet, models: Mapping[str, ModelSettings], settings: PromptSettings) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        models: Mapping[str, ModelSettings],
+        settings: PromptSettings,
+        renderer: WorkerRenderer,
+        counted: Callable[[str, str, Result], None],
+    ) -> None:
         self._fleet = fleet
         self._models = models
         self._settings = settings
         self._sources: dict[str, PromptSource] = {}
+        self.renderer = renderer
+        self.parity = Parity(renderer, self.local_tokens, counted, sample=settings.audit_fraction)
 
     def scheme(self, worker: Worker, model: str) -> HashScheme | None:
         """How `worker` hashes the prompts of `model`; None as long as nobody has said."""
@@ -61,30 +73,73 @@ class ModelPrompts:
             )
         return source
 
-    async def understand(self, model: str, request: PromptRequest | None, unknown: str) -> Understood:
-        """Tokens and chain of `request`. Never raises; `unknown` says why `request` is None."""
-        if request is None:
-            return Understood(unknown=unknown)
-        served = self._served(model)
+    def prepare(self, worker: Worker) -> None:
+        """A worker came up: find out whether prompts made here equal its own, before a turn depends on it."""
+        if self._settings.source == "auto":
+            for card in worker.models:
+                self.parity.examine(worker, card.id)
+
+    async def understand(self, parsed: ParsedTurn, path: str, body: bytes) -> Understood:
+        """Tokens and chain of a turn, made here or by a worker. Never raises."""
+        if parsed.prompt is None:
+            return Understood(unknown=parsed.unknown)
+        served = self._served(parsed.model)
         if served is None:
             return Understood(unknown="no_worker")
         worker, card = served
-        scheme = self.scheme(worker, model)
+        scheme = self.scheme(worker, parsed.model)
         if scheme is None:
             return Understood(unknown="no_hash_scheme")
         try:
             async with asyncio.timeout(_BUDGET_S):
-                prompt = await self.source(worker, card).prompt(request, scheme, lora=_adapter(card))
-        except Unrenderable as reason:
-            return Understood(unknown=reason.reason)
+                prompt = await self._prompt(worker, card, scheme, parsed, parsed.prompt, path, body)
+        except Unrenderable as why:
+            return Understood(unknown=why.reason)
+        except NotRendered as why:
+            return Understood(unknown=f"worker_{why.reason}")
         except TimeoutError:
             return Understood(unknown="too_slow")
         except Exception:
-            logger.exception("prompt of model %s failed", model)
+            logger.exception("prompt of a turn for model %s failed", parsed.model)
             return Understood(unknown="failed")
         return Understood(prompt, scheme, self._layout(worker, card))
 
+    async def local_tokens(self, worker: Worker, parsed: ParsedTurn) -> Ids | None:
+        """The ids made here for `parsed`, None if they can't be."""
+        card = worker.card(parsed.model)
+        scheme = self.scheme(worker, parsed.model)
+        if card is None or scheme is None or parsed.prompt is None:
+            return None
+        try:
+            return (await self.source(worker, card).prompt(parsed.prompt, scheme)).tokens
+        except Unrenderable:
+            return None
+
+    async def _prompt(
+        self,
+        worker: Worker,
+        card: ModelCard,
+        scheme: HashScheme,
+        parsed: ParsedTurn,
+        request: PromptRequest,
+        path: str,
+        body: bytes,
+    ) -> Prompt:
+        """Made here where that is allowed and possible, else by the worker."""
+        kind = self._settings.source
+        if kind == "local" or (kind == "auto" and not self.parity.differs(card.id, parsed.api)):
+            try:
+                return await self.source(worker, card).prompt(request, scheme, lora=_adapter(card))
+            except Unrenderable as why:
+                if kind == "local" or why.reason == "invalid":
+                    raise
+        tokens = await self.renderer.tokens(worker.url, path, body)
+        blocks = chain(tokens, scheme, cache_salt=request.cache_salt, lora=_adapter(card))
+        return Prompt(tokens, blocks, "remote")
+
     async def close(self) -> None:
+        await self.parity.close()
+        await self.renderer.close()
         for source in self._sources.values():
             await source.close()
 

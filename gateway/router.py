@@ -86,10 +86,10 @@ class Router:
         self._pool = pool
         self._draws = draws or random.SystemRandom()
 
-    async def look(self, parsed: ParsedTurn) -> Sight:
+    async def look(self, parsed: ParsedTurn, path: str, body: bytes) -> Sight:
         """Find out what is known of the turn's prompt. Never raises: what can't be known is left out."""
         started = time.perf_counter()
-        understood = await self._prompts.understand(parsed.model, parsed.prompt, parsed.unknown)
+        understood = await self._prompts.understand(parsed, path, body)
         local: dict[str, int] = {}
         pool, pool_seconds = _NO_POOL, None
         if understood.prompt is not None:

@@ -98,6 +98,20 @@ class PromptSettings(Section, frozen=True):
     ] = 256 << 20
     threads: Annotated[int, Meta(ge=1, description="Threads that tokenize long new prompts, per model.")] = 1
 
+    source: Annotated[
+        Literal["auto", "local", "remote"],
+        Meta(
+            description="Where prompts are rendered: here (local), by a worker (remote), or here as long "
+            "as checks against the workers hold (auto)."
+        ),
+    ] = "auto"
+    audit_fraction: Annotated[
+        float, Meta(ge=0, le=1, description="Share of turns whose prompt is checked against a worker's.")
+    ] = 0.01
+    forward_tokens: Annotated[
+        bool, Meta(description="Send workers the token ids of prompts, where checks proved them equal.")
+    ] = True
+
 
 class Routing(Section, frozen=True):
     policy: Annotated[str, Meta(description="Name of the routing policy.")] = "longest_prefix"

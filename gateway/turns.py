@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -12,8 +13,10 @@ from gateway.decisions import DecisionLog, DecisionRecord, Outcome, OutcomeKind
 from gateway.exchange import ClientGone, Exchange, Headers, Receive, Scope, Send
 from gateway.headers import for_client, for_worker
 from gateway.metrics import Metrics
+from gateway.parity import Parity
 from gateway.router import Placement, Router, Sight
 from gateway.settings import Limits
+from gateway.tokens_in import with_tokens
 from gateway.transport import Transport, UpstreamError, UpstreamResponse
 from gateway.usage import AnswerTail, parse_usage
 from workers.fleet import Fleet
@@ -57,6 +60,8 @@ class TurnApp:
         total_s: float,
         worker_key: str,
         debug_headers: bool,
+        parity: Parity,
+        forward_tokens: bool,
     ) -> None:
         self._router = router
         self._transport = transport
@@ -67,6 +72,8 @@ class TurnApp:
         self._total_s = total_s
         self._worker_key = worker_key
         self._debug_headers = debug_headers
+        self._parity = parity
+        self._forward_tokens = forward_tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -92,7 +99,7 @@ class TurnApp:
         """Place the turn and pass the answer back; other workers are tried until the first byte went out."""
         if parsed.model and self._fleet.knows_models() and not self._fleet.serves(parsed.model):
             raise errors.ModelNotFound(f"the model {parsed.model[:200]!r} does not exist", param="model")
-        turn.sight = await self._router.look(parsed)
+        turn.sight = await self._router.look(parsed, turn.exchange.path, body)
         if turn.sight.pool_seconds is not None:
             self._metrics.pool_lookup(turn.sight.pool_seconds)
         failed: set[str] = set()
@@ -103,7 +110,7 @@ class TurnApp:
             name = placement.target.worker.name
             with placement.lease:
                 try:
-                    response = await self._open(turn, placement, body)
+                    response = await self._open(turn, placement, self._body_for(turn, placement, body))
                 except UpstreamError as error:
                     self._worker_failed(placement, error.kind)
                     # An idle connection closed just as it was used says nothing of the worker.
@@ -131,6 +138,18 @@ class TurnApp:
         return await self._transport.open(
             exchange.method, target.worker.url + exchange.url_path, headers, body
         )
+
+    def _body_for(self, turn: TurnState, placement: Placement, body: bytes) -> bytes:
+        """The client's bytes; with the prompt's ids in them where this worker was proven to agree."""
+        parsed, prompt = turn.parsed, turn.sight.understood.prompt if turn.sight else None
+        worker = placement.target.worker
+        if parsed is None or prompt is None or prompt.source != "local":
+            return body
+        api = parsed.api
+        self._parity.sampled(worker, turn.exchange.path, api, body, prompt.tokens, random.random())
+        if not self._forward_tokens or not self._parity.proven(worker.name, parsed.model, api):
+            return body
+        return with_tokens(api, body, prompt.tokens) or body
 
     def _worker_failed(self, placement: Placement, kind: str) -> None:
         worker = placement.target.worker

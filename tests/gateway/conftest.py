@@ -12,6 +12,9 @@ from gateway.app import Gateway
 from gateway.settings import Settings, load
 from peer import Handler, Peer
 
+# Raw-socket workers can't render: prompts stay unknown, and nothing but the turns of a test reaches them.
+QUICK = {"MOONGATE_WORKERS__HEALTH_INTERVAL_S": "0.05", "MOONGATE_PROMPT__SOURCE": "local"}
+
 
 class Front:
     """The gateway under test and a client for it."""
@@ -81,7 +84,7 @@ async def front() -> AsyncIterator[Callable[..., Awaitable[Front]]]:
 
         async def start(*workers: Peer, env: dict[str, str] | None = None) -> Front:
             flags = {"workers.urls": [w.url for w in workers], "admin.token": "admin-token"}
-            settings = load(None, {"MOONGATE_WORKERS__HEALTH_INTERVAL_S": "0.05", **(env or {})}, flags)
+            settings = load(None, {**QUICK, **(env or {})}, flags)
             entered = await stack.enter_async_context(serving(settings))
             await entered.until(lambda: all(w.state == "up" for w in entered.gateway.fleet.workers()))
             return entered
