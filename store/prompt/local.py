@@ -76,7 +76,7 @@ class Plan:
 
 
 class LocalPrompts:
-    """Prompts of one model, remembered in at most `cache_bytes`, least recently used first out. Thread-safe."""
+    """One model's prompts; at most `cache_bytes` of them kept, least recently used first out. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, cache_bytes: int) -> None:
         self._renderer: Final = Renderer(tokenizer)
@@ -105,6 +105,15 @@ class LocalPrompts:
     def cut_token(self) -> str | None:
         """The added token prompts are cut at; None if cutting is not proven to keep the tokens."""
         return self._cut_token
+
+    @property
+    def slow_characters(self) -> int:
+        """Characters tokenized so far without the fast encoder; 0 for good once `hasten` has been called."""
+        return self._encoder.slow_characters
+
+    def hasten(self) -> None:
+        """Use the fast encoder from now on if the tokenizer has one. Blocks for about 2 s at 150K tokens."""
+        self._encoder.hasten()
 
     @property
     def cached_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 _LONG: Final = 600_000
 # and the tokenizing of this many (1.2 us a token of 3.6 characters).
 _SHORT: Final = 12_000
+# A fast encoder is worth looking for once this many characters went through the slow one (0.1 s).
+_WORTHWHILE: Final = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class PromptSource:
         self._local: LocalPrompts | None = None
         self._failed: Unrenderable | None = None
         self._retry_at = 0.0
+        self._hastened = False
 
     async def prompt(
         self, request: PromptRequest, scheme: HashScheme, *, lora: tuple[str, str] | None = None
@@ -62,6 +66,10 @@ class PromptSource:
         Raises Unrenderable: also, without another attempt, for `retry_delay_s` after a load that failed.
         """
         local = self._local or await self._load()
+        if local.slow_characters > _WORTHWHILE and not self._hastened:
+            # Seconds of work in a thread of its own: it must not keep prompts waiting, nor the process's end.
+            self._hastened = True
+            threading.Thread(target=local.hasten, name="fast encoder", daemon=True).start()
         loop = asyncio.get_running_loop()
         if _characters(request) > _LONG:
             return await loop.run_in_executor(self._threads, lambda: local.prompt(request, scheme, lora=lora))
