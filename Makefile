@@ -31,7 +31,7 @@ help: ## this list
 # setpriv: when make itself is killed, the fleet still gets its SIGTERM and cleans up.
 up: $(VENV) $(if $(filter vllm,$(ENGINE)),$(VLLM)) ## a whole fleet on this machine; Ctrl-C ends it
 	@exec setpriv --pdeathsig TERM .venv/bin/moongate up --engine $(ENGINE) --workers $(WORKERS) --port $(PORT) \
-		$(if $(MODEL),--model $(MODEL)) $(ARGS)
+		$(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 test: unit e2e ## all tests, e2e against real vLLM and real Mooncake included
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+# A process that fails this often without having served for a while in between will not get better.
 RESTARTS = 5
-RESTART_WINDOW_S = 120.0
+SHORT_LIFE_S = 10.0
 TAIL_LINES = 15
 
 
@@ -91,19 +91,21 @@ class Supervisor:
         self._watches.append(asyncio.create_task(self._watch(process, restart=restart)))
 
     async def _watch(self, process: Supervised, *, restart: bool) -> None:
-        deaths: deque[float] = deque(maxlen=RESTARTS)
+        failures = 0
         while True:
+            started = time.monotonic()
             ended = _ended(await process.wait()) + _log_of(process)
+            if time.monotonic() - started > SHORT_LIFE_S:
+                failures = 0
             while True:
                 what = f"{process.name} {ended}"
-                now = time.monotonic()
+                failures += 1
                 if not restart:
                     self._fail(what)
                     return
-                if len(deaths) == RESTARTS and now - deaths[0] < RESTART_WINDOW_S:
+                if failures > RESTARTS:
                     self._fail(f"{what}\n{process.name} keeps failing; giving up")
                     return
-                deaths.append(now)
                 self._progress(f"{what}\nstarting {process.name} again")
                 try:
                     await process.start()
