@@ -31,6 +31,9 @@ _LOSSES: Final = (
 )
 # Grow with every second of a master's life in which it has a client: a fall means another life.
 _AGES: Final = ("master_ping_requests_total", "master_fetch_tasks_requests_total")
+# The master moves this many objects of a drain job, then looks again a second later.
+_MOVES_PER_SECOND: Final = 512
+_REFUSALS: Final = (400, 404, 409)
 _METRIC: Final = re.compile(rb"^(master_\w+) (\d+)", re.MULTILINE)
 
 
@@ -44,6 +47,10 @@ class MasterAway(Exception):
         super().__init__(reason)
         self.reason: Final = reason
         self.refused: Final = refused
+
+
+class MasterRefused(Exception):
+    """The master is there and does not do what was asked; the message is its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +90,40 @@ class Counters:
     age: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Replicas:
-    """Complete copies of one object: endpoints of those in memory, and whether there is one on disk."""
+    """Complete copies of one object: endpoints of those in memory, and whether there is one on disk.
+
+    Objects of one answer that lie in the same places share one of these.
+    """
 
     endpoints: frozenset[str]
     disk: bool
 
-    @property
-    def readable(self) -> bool:
-        return bool(self.endpoints) or self.disk
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Progress of a drain job, in objects.
+
+    status: CREATED, PLANNING, RUNNING, SUCCEEDED, FAILED or CANCELED.
+    """
+
+    job: str
+    status: str
+    moved: int
+    failed: int
+    blocked: int
+    active: int
+    moved_bytes: int
+    message: str
 
 
-class _Memory(msgspec.Struct):
+# gc=False: thousands of them live for a millisecond, and would set off the collector (a fifth of the CPU).
+class _Memory(msgspec.Struct, gc=False):
     transport_endpoint_: str
 
 
-class _Object(msgspec.Struct):
+class _Object(msgspec.Struct, gc=False):
     # Copies that are still being written are not among the values: such an object is not `ok`.
     ok: bool
     values: list[_Memory] | None = None
@@ -125,6 +149,25 @@ class _Segment(msgspec.Struct):
     allocator_used_bytes: int
 
 
+class _Started(msgspec.Struct):
+    job_id: str
+
+
+class _Job(msgspec.Struct):
+    job_id: str
+    status_name: str
+    succeeded_units: int
+    failed_units: int
+    blocked_units: int
+    active_units: int
+    migrated_bytes: int
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    error_message: str
+
+
 class _Segments(msgspec.Struct):
     segments: list[_Segment]
 
@@ -132,6 +175,9 @@ class _Segments(msgspec.Struct):
 _objects: Final = msgspec.json.Decoder(_Objects)
 _health: Final = msgspec.json.Decoder(_Health)
 _segments: Final = msgspec.json.Decoder(_Segments)
+_started: Final = msgspec.json.Decoder(_Started)
+_job: Final = msgspec.json.Decoder(_Job)
+_refusal: Final = msgspec.json.Decoder(_Refusal)
 
 
 def queryable(layout: KeyLayout) -> tuple[str, ...] | None:
@@ -208,23 +254,73 @@ class MooncakeHttp:
         Keys of objects that are missing or not complete yet are left out. Answers are under decoded keys.
         """
         body = await self._get("/batch_query_keys?keys=" + ",".join(keys), timeout_s)
-        # Few distinct sets of endpoints for many keys: one object for each of them.
-        known: dict[tuple[str, ...], frozenset[str]] = {}
+        alike: dict[tuple[bool, str], Replicas] = {}
         found: dict[str, Replicas] = {}
         for key, each in _decoded(_objects, body).data.items():
-            if each.ok:
-                named = tuple(copy.transport_endpoint_ for copy in each.values or ())
-                endpoints = known.setdefault(named, frozenset(named))
-                copies = Replicas(endpoints, bool(each.disk_values or each.local_disk_values))
-                if copies.readable:
-                    found[key] = copies
+            if not each.ok:
+                continue
+            disk = bool(each.disk_values or each.local_disk_values)
+            values = each.values
+            if not values and not disk:
+                continue
+            named = " ".join([copy.transport_endpoint_ for copy in values]) if values else ""
+            copies = alike.get((disk, named))
+            if copies is None:
+                copies = alike[disk, named] = Replicas(frozenset(named.split()), disk)
+            found[key] = copies
         return found
 
+    async def drain(self, leaving: Sequence[str], staying: Sequence[str], timeout_s: float) -> str:
+        """Moves all objects out of the segments `leaving` into those `staying`, by name; the job's id.
+
+        From now on the former take no new objects. Raises MasterRefused.
+        """
+        wanted = {
+            "segments": list(leaving),
+            "target_segments": list(staying),
+            "max_concurrency": _MOVES_PER_SECOND,
+        }
+        body = await self._send(
+            "POST", "/api/v1/drain_jobs", timeout_s, msgspec.json.encode(wanted), refusable=True
+        )
+        return _decoded(_started, body).job_id
+
+    async def drained(self, job: str, timeout_s: float) -> Drain:
+        """Raises MasterRefused for a job that the master does not know."""
+        body = await self._send(
+            "GET", f"/api/v1/drain_jobs/query?job_id={quote(job)}", timeout_s, refusable=True
+        )
+        found = _decoded(_job, body)
+        return Drain(
+            found.job_id,
+            found.status_name,
+            found.succeeded_units,
+            found.failed_units,
+            found.blocked_units,
+            found.active_units,
+            found.migrated_bytes,
+            found.message,
+        )
+
+    async def stop_draining(self, job: str, timeout_s: float) -> None:
+        """Raises MasterRefused, too, while moves are under way: try again."""
+        await self._send("POST", f"/api/v1/drain_jobs/cancel?job_id={quote(job)}", timeout_s, refusable=True)
+
     async def _get(self, path: str, timeout_s: float) -> bytes:
+        return await self._send("GET", path, timeout_s)
+
+    async def _send(
+        self, method: str, path: str, timeout_s: float, body: bytes | None = None, refusable: bool = False
+    ) -> bytes:
         try:
-            async with self._session.get(
-                URL(self._base + path, encoded=True), timeout=aiohttp.ClientTimeout(total=timeout_s)
+            async with self._session.request(
+                method,
+                URL(self._base + path, encoded=True),
+                data=body,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as answer:
+                if refusable and answer.status in _REFUSALS:
+                    raise MasterRefused(_decoded(_refusal, await answer.read()).error_message)
                 if answer.status != 200:
                     raise MasterAway(f"http {answer.status}")
                 return await answer.read()

@@ -6,7 +6,7 @@ A turn asks once: which leading blocks of this chain are whole (every rank, ever
     prefix     3 blocks                 b4 and b5 are there and of no use
 
 The engine looks the whole chain up from block 0, so what counts is complete from there. What was seen lately
-is remembered; the rest is asked of the master's HTTP in at most two round trips: the next blocks plus some
+is remembered; the rest is asked of the master's HTTP in at most two rounds: the next blocks plus some
 far ones first, then everything up to the first that is missing. 2.6 to 4 us a key on the master's side make
 the second one exceed the budget for very long chains: then the blocks proven by the deadline count, and the
 rest is remembered when it arrives.
@@ -18,15 +18,16 @@ and soon without even trying, until the owner task finds the master well again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from store.breaker import Breaker
 from store.keys import KeyLayout
-from store.mooncake_http import Counters, MasterAway, MooncakeHttp, Replicas, Segment, queryable
+from store.master_watch import MasterWatch
+from store.mooncake_http import Drain, MasterAway, MooncakeHttp, Replicas, Segment, queryable
 from store.segments import Segments
 from store.sightings import Sighting, Sightings, Stretch, Walk
 
@@ -35,16 +36,20 @@ logger = logging.getLogger(__name__)
 # One key takes 0.20 ms, 256 take 1.1 ms: the first round trip answers most turns at a fifth of the budget.
 _FIRST_KEYS: Final = 256
 _FAR_BLOCKS: Final = 32
-_CHUNK_KEYS: Final = 512
+# Sent by up to 4 runners at once (the master has 4 threads); each works on an answer for 0.5 ms, so that
+# deadlines are kept.
+_CHUNK_KEYS: Final = 320
+_RUNNERS: Final = 4
+# A key's share of a round trip, both sides on two cores: the first guess, measured as we go.
+_KEY_S: Final = 6e-6
 _MOST_KEYS: Final = 8192
-# Round trips under way, left behind ones included; above, the master is behind and gets no more.
-_MOST_CALLS: Final = 32
+# Runners at work, left behind ones included; above, the master is behind and gets no more.
+_MOST_RUNNERS: Final = 32
 # After the turn has gone on without it, for what is worth remembering.
 _LATE_S: Final = 0.25
 _MISSES: Final = 3
-_WATCH_S: Final = 1.0
-_FIRST_RETRY_S: Final = 0.05
-_WATCH_TIMEOUT_S: Final = 0.5
+_ADMIN_TIMEOUT_S: Final = 5.0
+_FAILING_SEGMENTS: Final = 3
 _REMEMBERED: Final = 1 << 18
 _LAYOUTS: Final = 64
 
@@ -113,6 +118,7 @@ class PoolStatus:
     late: int
     outages: int
     restarts: int
+    pulls_failing: bool
     checked_s: float | None
 
 
@@ -135,44 +141,40 @@ class PoolView:
         if not host or not port.isdecimal():
             raise ValueError(f"the Mooncake master is named HOST:PORT, not {rpc_address!r}")
         self._master: Final = rpc_address
-        self._places = list(dict.fromkeys([(host.strip("[]"), http_port), (host.strip("[]"), int(port))]))
+        places = dict.fromkeys([(host.strip("[]"), http_port), (host.strip("[]"), int(port))])
         self._budget_s: Final = budget_s
         self._clock = clock
-        self._http: MooncakeHttp | None = None
-        self._watcher: asyncio.Task[None] | None = None
-        self._line: asyncio.BaseTransport | None = None
-        self._wake = asyncio.Event()
-        self._calls: set[asyncio.Task[bool]] = set()
+        self._runners: set[asyncio.Task[bool]] = set()
         self._segments = Segments()
+        self._pulls = Breaker()
         self._sightings: dict[KeyLayout, Sightings] = {}
-        self._counters: Counters | None = None
-        self._checked_at: float | None = None
         self._forgot_at = float("-inf")
-        self._reason = "starting"
         self._misses = 0
-        self._turns = self._asked = self._late = self._outages = self._restarts = 0
+        self._key_s = _KEY_S
+        self._turns = self._asked = self._late = 0
+        self._watch = MasterWatch(
+            rpc_address,
+            list(places),
+            budget_s=budget_s,
+            clock=clock,
+            segments=self._segments,
+            forget=self._forget,
+            doubt=self._doubt,
+        )
 
     async def start(self) -> None:
         """Returns after the first look at the master, whether it answered or not; 1 s at most."""
-        with contextlib.suppress(MasterAway):
-            await self._look()
-        self._watcher = asyncio.create_task(self._watch())
+        await self._watch.start()
 
     async def close(self) -> None:
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
-        for call in self._calls:
-            call.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
-        if self._line is not None:
-            self._line.close()
-        if self._http is not None:
-            await self._http.close()
+        for runner in self._runners:
+            runner.cancel()
+        await asyncio.gather(*self._runners, return_exceptions=True)
+        await self._watch.close()
 
     @property
     def degraded(self) -> bool:
-        return self._reason != ""
+        return self._watch.degraded
 
     def status(self) -> PoolStatus:
         now = self._clock()
@@ -180,8 +182,8 @@ class PoolView:
         return PoolStatus(
             master=self._master,
             degraded=self.degraded,
-            reason=self._reason,
-            keys=self._counters.keys if self._counters is not None else 0,
+            reason=self._watch.reason,
+            keys=self._watch.counters.keys if self._watch.counters is not None else 0,
             segments=tuple(
                 SegmentStatus(
                     each.name,
@@ -197,16 +199,17 @@ class PoolView:
             turns=self._turns,
             asked=self._asked,
             late=self._late,
-            outages=self._outages,
-            restarts=self._restarts,
-            checked_s=now - self._checked_at if self._checked_at is not None else None,
+            outages=self._watch.outages,
+            restarts=self._watch.restarts,
+            pulls_failing=not self._pulls.allows(now),
+            checked_s=None if self._watch.checked_at is None else now - self._watch.checked_at,
         )
 
     async def prefix(self, chain: Chain, layout: KeyLayout) -> PoolPrefix:
         """Leading blocks of `chain` that a worker with this layout can read from the pool. Takes no lease."""
         self._turns += 1
         prefixes = queryable(layout)
-        if self.degraded or prefixes is None:
+        if self.degraded or prefixes is None or not self._pulls.allows(self._clock()):
             return _UNKNOWN
         deadline = self._clock() + self._budget_s
         keys = list(chain.keys)
@@ -219,9 +222,13 @@ class PoolView:
         answered = await self._ask(turn, self._first_trip(turn, walk.blocks), deadline)
         walk = sightings.walk(keys, self._segments, self._clock())
         if answered and walk.stop == "unknown":
-            answered = await self._ask(turn, self._second_trip(turn, walk.blocks), deadline)
+            blocks = self._second_trip(turn, walk.blocks)
+            fitting = self._fitting(turn, deadline)
+            answered = await self._ask(turn, blocks[:fitting], deadline)
             walk = sightings.walk(keys, self._segments, self._clock())
-        if not answered:
+            if answered and walk.stop == "unknown":
+                self._start(turn, blocks[fitting:], runners=1)
+        if walk.stop == "unknown":
             self._late += 1
         if self.degraded or (not answered and walk.blocks == 0):
             return _UNKNOWN
@@ -253,9 +260,55 @@ class PoolView:
         """Takes `lost` back."""
         self._segments.back(where)
 
+    def pull_failed(self, where: str | None = None) -> None:
+        """A worker did not get what was promised: it answered 500, or far fewer tokens came from the cache.
+
+        where: the segment or host that the blocks were in, None when several or unknown. No credit for it
+        until a trial (2 s later, then 4, up to 60) works; the same for the whole pool when three segments
+        fail at a time, or the place is not known.
+        """
+        now = self._clock()
+        if where is not None:
+            self._segments.pull_failed(where, now)
+        if where is None or len(self._segments.failing(now)) >= _FAILING_SEGMENTS:
+            self._pulls.failed(now)
+
+    def pull_worked(self, where: str | None = None) -> None:
+        """The promised blocks came. Ends the doubt of `pull_failed`."""
+        self._pulls.worked()
+        if where is not None:
+            self._segments.pull_worked(where)
+
+    async def drain(self, where: str) -> str:
+        """Starts moving all objects of a segment into the others, so that its worker can go; the job's id.
+
+        Its blocks get no credit until they have arrived. Raises MasterAway, MasterRefused, KeyError when no
+        segment is called so, ValueError when no other could take its objects.
+        """
+        leaving = [each.name for each in self._segments if where in (each.name, each.host)]
+        staying = [each.name for each in self._segments if each.name not in leaving and each.status == "OK"]
+        if not leaving:
+            raise KeyError(where)
+        if not staying:
+            raise ValueError(f"no other segment could take what is in {where}")
+        return await self._admin().drain(leaving, staying, _ADMIN_TIMEOUT_S)
+
+    async def drained(self, job: str) -> Drain:
+        """How far a drain is. Raises MasterAway, MasterRefused."""
+        return await self._admin().drained(job, _ADMIN_TIMEOUT_S)
+
+    async def stop_draining(self, job: str) -> None:
+        """Raises MasterAway, MasterRefused."""
+        await self._admin().stop_draining(job, _ADMIN_TIMEOUT_S)
+
     def segments(self) -> list[Segment]:
         """What the master lists; up to a second old."""
         return list(self._segments)
+
+    def _admin(self) -> MooncakeHttp:
+        if self._watch.http is None:
+            raise MasterAway(self._watch.reason)
+        return self._watch.http
 
     def _of(self, layout: KeyLayout) -> Sightings:
         if layout not in self._sightings:
@@ -265,6 +318,11 @@ class PoolView:
         return self._sightings[layout]
 
     def _found(self, walk: Walk) -> PoolPrefix:
+        now = self._clock()
+        if walk.blocks:
+            self._pulls.tried(now)
+            for stretch in walk.stretches:
+                self._segments.pull_tried(stretch.places, now)
         return PoolPrefix(walk.blocks, known=True, exact=walk.stop != "unknown", stretches=walk.stretches)
 
     def _first_trip(self, turn: _Turn, start: int) -> list[int]:
@@ -281,130 +339,81 @@ class PoolView:
         found = turn.sightings.unknown(turn.keys, blocks, self._segments, self._clock(), to_absent=True)
         return found[: max(1, _MOST_KEYS // len(turn.prefixes))]
 
+    def _fitting(self, turn: _Turn, deadline: float) -> int:
+        """How many blocks can be asked for by the deadline, by the pace of late."""
+        keys = max(0.0, deadline - self._clock()) * 0.8 / self._key_s
+        return max(1, max(_CHUNK_KEYS, int(keys)) // len(turn.prefixes))
+
     async def _ask(self, turn: _Turn, blocks: list[int], deadline: float) -> bool:
         """Whether all were answered by the deadline. What comes later is remembered for other turns."""
-        size = max(1, _CHUNK_KEYS // len(turn.prefixes))
-        chunks = [blocks[at : at + size] for at in range(0, len(blocks), size)]
-        if not chunks:
+        if not blocks:
             return True
         left = deadline - self._clock()
-        if self._http is None or left <= 0 or len(self._calls) + len(chunks) > _MOST_CALLS:
+        if self._watch.http is None or left <= 0 or len(self._runners) >= _MOST_RUNNERS:
             return False
-        calls = [asyncio.create_task(self._call(self._http, turn, chunk)) for chunk in chunks]
-        for call in calls:
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
-        done, pending = await asyncio.wait(calls, timeout=left)
-        if done:
+        before, began = turn.answered, self._clock()
+        done, pending = await asyncio.wait(self._start(turn, blocks, _RUNNERS), timeout=left)
+        if turn.answered > before:
             self._misses = 0
+            if not pending and len(blocks) * len(turn.prefixes) >= _FIRST_KEYS:
+                each_s = (self._clock() - began) / (len(blocks) * len(turn.prefixes))
+                self._key_s += 0.2 * (each_s - self._key_s)
         elif self._clock() < deadline + self._budget_s:  # else this loop was late, not the master
             self._misses += 1
             if self._misses >= _MISSES:
-                self._degrade("slow")
-        return not pending and all(call.result() for call in done)
+                self._watch.degrade("slow")
+        return not pending and all(runner.result() for runner in done)
+
+    def _start(self, turn: _Turn, blocks: list[int], runners: int) -> list[asyncio.Task[bool]]:
+        """Asks for `blocks` in the order given, leaving nobody waiting."""
+        if self._watch.http is None or not blocks:
+            return []
+        size = max(1, _CHUNK_KEYS // len(turn.prefixes))
+        queue = iter([blocks[at : at + size] for at in range(0, len(blocks), size)])
+        started = [
+            asyncio.create_task(self._run(self._watch.http, turn, queue))
+            for _ in range(min(runners, -(-len(blocks) // size)))
+        ]
+        for runner in started:
+            self._runners.add(runner)
+            runner.add_done_callback(self._runners.discard)
+        return started
+
+    async def _run(self, http: MooncakeHttp, turn: _Turn, chunks: Iterator[list[int]]) -> bool:
+        """Round trips one after the other, until the common queue is empty (True) or one fails."""
+        try:
+            for chunk in chunks:
+                if not await self._call(http, turn, chunk):
+                    return False
+                turn.answered += 1
+        except Exception:
+            logger.exception("a look-up in the pool failed")
+            return False
+        return True
 
     async def _call(self, http: MooncakeHttp, turn: _Turn, blocks: list[int]) -> bool:
         """One round trip. False when it failed."""
         sent_at = self._clock()
-        hexes = [turn.digests[block].hex() for block in blocks]
+        hexes = [digest.hex() for digest in _picked(turn.digests, blocks)]
         query = [prefix + text for text in hexes for prefix in turn.quoted]
         try:
             found = await http.replicas(query, _LATE_S)
         except MasterAway as away:
             if away.refused:
-                self._degrade(away.reason)
+                self._watch.degrade(away.reason)
             return False
         if sent_at < self._forgot_at:
             return False
-        made: dict[tuple[Replicas | None, ...], Sighting] = {}
+        alike: dict[tuple[Replicas, ...], Sighting] = {}
+        missing = Sighting(sent_at, ())
         for block, text in zip(blocks, hexes, strict=True):
-            parts = tuple(found.get(prefix + text) for prefix in turn.prefixes)
-            sighting = made.get(parts)
-            if sighting is None:
-                whole = tuple(part for part in parts if part is not None)
-                sighting = made[parts] = Sighting(sent_at, whole if len(whole) == len(parts) else ())
+            parts = tuple([found[key] for prefix in turn.prefixes if (key := prefix + text) in found])
+            if len(parts) < len(turn.prefixes):
+                sighting = missing
+            elif (sighting := alike.get(parts)) is None:
+                sighting = alike[parts] = Sighting(sent_at, parts)
             turn.sightings.saw(turn.keys[block], sighting)
         return True
-
-    async def _watch(self) -> None:
-        """The owner of all knowledge of the master: looks every second, more often while it is away."""
-        delay = _WATCH_S
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay):
-                    await self._wake.wait()
-                    delay = _FIRST_RETRY_S / 2
-            self._wake.clear()
-            try:
-                await self._look()
-                delay = _WATCH_S
-            except MasterAway as away:
-                self._degrade(away.reason)
-                delay = min(_WATCH_S, 2 * delay)
-            except Exception:
-                logger.exception("the pool view could not look at the master")
-                self._degrade("error")
-                delay = _WATCH_S
-
-    async def _look(self) -> None:
-        """Health, segments, counters and, after an outage, one look-up within the budget."""
-        http = self._http = self._http or await self._reached()
-        health = await http.health(_WATCH_TIMEOUT_S)
-        if not health.serving:
-            raise MasterAway(f"role {health.role}, not serving")
-        counters = await http.counters(_WATCH_TIMEOUT_S)
-        asked_at = self._clock()
-        segments = await http.segments(_WATCH_TIMEOUT_S)
-        before, self._counters = self._counters, counters
-        if before is not None and (counters.age < before.age or counters.losses < before.losses):
-            self._restarts += 1
-            self._forget()
-        elif before is not None and (counters.losses > before.losses or counters.keys < before.keys):
-            for sightings in self._sightings.values():
-                sightings.objects_vanished(self._clock())
-        self._segments.told(segments, asked_at)
-        if self._line is None:
-            await self._listen(http)
-        if self.degraded:
-            began = self._clock()
-            await http.replicas(["moongate"], self._budget_s)
-            if self._clock() - began > self._budget_s:
-                raise MasterAway("slow")
-            logger.info("the pool of master %s can be asked", self._master)
-            self._reason = ""
-            self._misses = 0
-        self._checked_at = self._clock()
-
-    async def _reached(self) -> MooncakeHttp:
-        """The admin HTTP, wherever it answers."""
-        failure = MasterAway("refused")
-        for host, port in self._places:
-            http = MooncakeHttp(host, port)
-            try:
-                await http.health(_WATCH_TIMEOUT_S)
-            except MasterAway as away:
-                failure = away
-                await http.close()
-                if not away.refused:
-                    break
-            else:
-                return http
-        raise failure
-
-    async def _listen(self, http: MooncakeHttp) -> None:
-        """An idle connection: the kernel tells at once when the master dies, the counters a second later."""
-        try:
-            async with asyncio.timeout(_WATCH_TIMEOUT_S):
-                self._line, _ = await asyncio.get_running_loop().create_connection(
-                    lambda: _Line(self._hung_up), http.host, http.port
-                )
-        except (OSError, TimeoutError):
-            raise MasterAway("refused", refused=True) from None
-
-    def _hung_up(self) -> None:
-        self._line = None
-        self._forget()
-        self._degrade("hung up")
 
     def _forget(self) -> None:
         """This may be another life of the master, and in that it knows no keys."""
@@ -412,34 +421,30 @@ class PoolView:
         for sightings in self._sightings.values():
             sightings.clear()
 
-    def _degrade(self, reason: str) -> None:
-        if not self.degraded:
-            logger.warning("the pool of master %s cannot be asked: %s", self._master, reason)
-            self._outages += 1
-            self._wake.set()
-        self._reason = reason
+    def _doubt(self) -> None:
+        for sightings in self._sightings.values():
+            sightings.objects_vanished(self._clock())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Turn:
-    """What one look-up works on. `prefixes` and `quoted`: of keys, as they are and as they go into a URL."""
+    """What one look-up works on.
+
+    prefixes, quoted: of keys, as they are and as they go into a URL. answered: round trips.
+    """
 
     keys: list[int]
     digests: Sequence[bytes]
     prefixes: tuple[str, ...]
     quoted: tuple[str, ...]
     sightings: Sightings
+    answered: int = 0
 
 
-class _Line(asyncio.Protocol):
-    """Tells when the other side ends the connection; not when this side does."""
-
-    def __init__(self, hung_up: Callable[[], None]) -> None:
-        self._hung_up = hung_up
-
-    def eof_received(self) -> None:
-        self._hung_up()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if exc is not None:
-            self._hung_up()
+def _picked(digests: Sequence[bytes], blocks: list[int]) -> Sequence[bytes]:
+    """Cut out at once where they lie close together: a fifth of the time of picking one by one."""
+    first, last = blocks[0], blocks[-1]
+    if last - first > 2 * len(blocks):
+        return [digests[each] for each in blocks]
+    near = list(digests[first : last + 1])
+    return [near[each - first] for each in blocks]

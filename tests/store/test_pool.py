@@ -16,6 +16,7 @@ import pytest
 
 from store.hashing import Chain, Digests
 from store.keys import KeyLayout
+from store.mooncake_http import MasterAway, MasterRefused
 from store.pool import PoolPrefix, PoolView
 from workers.launch.mooncake import MooncakeMaster
 from workers.launch.ports import free_ports
@@ -234,16 +235,16 @@ async def test_random_holes_in_long_chains_are_found_exactly(
             assert await blocks(view, chain) == min(holes, default=length)
 
 
-async def test_at_most_two_round_trips(
+async def test_no_more_is_asked_than_needed(
     view: PoolView, workers: tuple[SimPool, SimPool], master: MooncakeMaster
 ) -> None:
-    """Seen from outside: one request for the first, one for each 512 keys of the second."""
+    """One request for the first round, one for each 320 keys of the second."""
     chain = chain_of("trips", 1200)
     workers[0].put(chain.digests)
     async with counting(master) as (counted, port), viewing(f"127.0.0.1:{port}", port) as other:
         counted.clear()
         assert await blocks(other, chain) == 1200
-        assert 2 <= sum(counted) <= 3
+        assert sum(counted) == 4
         counted.clear()
         assert await blocks(other, chain_of("nothing", 1200)) == 0
         assert sum(counted) == 1
@@ -553,7 +554,7 @@ async def test_a_cancelled_turn_leaves_nothing_behind(
     await asyncio.gather(*turns, return_exceptions=True)
 
     async def idle() -> bool:
-        return not view._calls  # pyright: ignore[reportPrivateUsage]
+        return not view._runners  # pyright: ignore[reportPrivateUsage]
 
     await until(idle)
     assert await blocks(view, chain_of("after", 3)) == 0
@@ -584,3 +585,100 @@ async def test_objects_removed_behind_our_back_are_noticed(own_master: MooncakeM
 
         await until(looked, budget_s=5)
     await view.close()
+
+
+# --- failed pulls and drain -------------------------------------------------------------------------------
+
+
+class Later:
+    """The real clock, which a test can put forward."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+async def test_a_failed_pull_takes_credit_from_its_segment_until_one_works(
+    master: MooncakeMaster, workers: tuple[SimPool, SimPool]
+) -> None:
+    chain, clock = chain_of("failed", 6), Later()
+    workers[0].put(chain.digests[:4])
+    workers[1].put(chain.digests[4:])
+    segment = workers[1]._segment  # pyright: ignore[reportPrivateUsage]
+    view = PoolView(master.address, http_port=master.http_port, budget_s=PATIENT_S, clock=clock)
+    await view.start()
+    assert await blocks(view, chain) == 6
+    view.pull_failed(segment)
+    assert await blocks(view, chain) == 4
+    assert [each.failing for each in view.status().segments if each.name == segment] == [True]
+    clock.ahead += 3
+    assert await blocks(view, chain) == 6  # the trial
+    assert await blocks(view, chain) == 4  # everybody else waits for how it went
+    view.pull_failed(segment)
+    clock.ahead += 3
+    assert await blocks(view, chain) == 4  # twice as long
+    clock.ahead += 2
+    assert await blocks(view, chain) == 6
+    view.pull_worked(segment)
+    assert [await blocks(view, chain) for _ in range(3)] == [6, 6, 6]
+    await view.close()
+
+
+async def test_pulls_that_fail_anywhere_take_credit_from_the_pool(
+    master: MooncakeMaster, workers: tuple[SimPool, SimPool]
+) -> None:
+    chain, clock = chain_of("anywhere", 3), Later()
+    workers[0].put(chain.digests)
+    view = PoolView(master.address, http_port=master.http_port, budget_s=PATIENT_S, clock=clock)
+    await view.start()
+    view.pull_failed()
+    assert not (await view.prefix(chain, LAYOUT)).known
+    assert view.status().pulls_failing
+    clock.ahead += 3
+    assert await blocks(view, chain) == 3
+    assert not (await view.prefix(chain, LAYOUT)).known
+    view.pull_worked()
+    assert await blocks(view, chain) == 3
+    await view.close()
+
+
+async def test_a_drained_segment_hands_its_blocks_on(own_master: MooncakeMaster) -> None:
+    chain = chain_of("drained", 8)
+    async with (
+        storing(own_master) as leaving,
+        storing(own_master) as staying,
+        viewing(own_master.address, own_master.http_port) as view,
+    ):
+        leaving.put(chain.digests)
+        names = [pool._segment for pool in (leaving, staying)]  # pyright: ignore[reportPrivateUsage]
+        assert (await view.prefix(chain, LAYOUT)).held(names[0]) == 8
+        job = await view.drain(names[0])
+
+        async def done() -> bool:
+            drain = await view.drained(job)
+            assert drain.failed == 0
+            return drain.moved == 8
+
+        await until(done)
+
+        async def moved() -> bool:
+            return (await view.prefix(chain, LAYOUT)).held(names[1]) == 8
+
+        await until(moved)
+        assert [each.status for each in view.segments() if each.name == names[0]] != ["OK"]
+        with pytest.raises(MasterRefused):
+            await view.drain(names[0])
+        with pytest.raises(KeyError):
+            await view.drain("10.0.0.1:1")
+        with pytest.raises(ValueError, match="no other segment"):
+            await view.drain(names[1])
+        with pytest.raises(MasterRefused):
+            await view.drained("1-2")
+
+
+async def test_draining_without_a_master_is_an_error_with_its_reason() -> None:
+    async with viewing("127.0.0.1:1", 2) as view:
+        with pytest.raises(MasterAway, match="refused"):
+            await view.drained("1-2")
