@@ -422,6 +422,7 @@ async def test_b065_a_killed_master_costs_nothing_and_what_it_knew_is_forgotten(
             return view.degraded
 
         await until(down, budget_s=1)
+        assert view.status().remembered == 0
         took, answers = await latencies(view, 100)
         assert took[98] < 0.020
         assert not any(answer.known for answer in answers)
