@@ -50,6 +50,10 @@ class Server:
     async def stop(self, grace_s: float) -> None:
         await self._process.stop(grace_s)
 
+    def kill(self) -> None:
+        """SIGKILL, as a crash would have it."""
+        self._process.kill()
+
     def last_lines(self, lines: int) -> str:
         return self._process.last_lines(lines)
 

@@ -1,0 +1,140 @@
+"""Real vLLM workers on a real Mooncake master behind a real gateway process."""
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from workers.launch.mooncake import MooncakeMaster
+from workers.launch.plan import LocalFleet, Plan, WorkerPorts
+from workers.launch.server import Server
+from workers.launch.supervisor import Supervised
+
+TOKEN = "e2e-admin-token"  # noqa: S105 - of a fleet on loopback that lives for minutes
+STOP_GRACE_S = 10.0
+
+
+@dataclass(slots=True)
+class RealWorker:
+    """One vLLM server process; `name` is what the gateway calls it."""
+
+    server: Server
+    ports: WorkerPorts
+
+    @property
+    def name(self) -> str:
+        return f"127.0.0.1:{self.ports.http}"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.name}"
+
+    @property
+    def events(self) -> str:
+        return f"tcp://127.0.0.1:{self.ports.events}"
+
+    @property
+    def replay(self) -> str:
+        return f"tcp://127.0.0.1:{self.ports.replay}"
+
+    async def metric(self, name: str) -> float:
+        """The sum of a metric's series on the worker's own page."""
+        async with httpx.AsyncClient(trust_env=False) as client:
+            page = (await client.get(f"{self.url}/metrics")).text
+        return sum(
+            float(value) for value in re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", page, re.M)
+        )
+
+
+class RealFleet:
+    """The processes, a client for the gateway, and what tests ask of both."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.model = plan.model.name
+        self.model_dir = Path(plan.model.path)
+        self.master: MooncakeMaster | Supervised = plan.master()
+        self.workers = [
+            RealWorker(server, ports) for server, ports in zip(plan.workers(), plan.worker_ports, strict=True)
+        ]
+        self.gateway = plan.gateway(TOKEN)
+        self.url = plan.fleet.url
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=60.0, trust_env=False)
+
+    async def start(self) -> None:
+        """vLLM workers one after the other: two at once take longer on two cores."""
+        await self.master.start()
+        for worker in self.workers:
+            await worker.server.start()
+        await self.gateway.start()
+        await self.until(self.all_up)
+
+    async def stop(self) -> None:
+        await self.client.aclose()
+        for server in (self.gateway, *(worker.server for worker in self.workers)):
+            await server.stop(STOP_GRACE_S)
+        await self.master.stop(STOP_GRACE_S)
+
+    def worker(self, name: str) -> RealWorker:
+        return next(worker for worker in self.workers if worker.name == name)
+
+    def other(self, name: str) -> RealWorker:
+        return next(worker for worker in self.workers if worker.name != name)
+
+    async def admin(self, path: str) -> dict[str, Any]:
+        answer = await self.client.get(f"/admin/v1/{path}", headers={"authorization": f"Bearer {TOKEN}"})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def cordon(self, name: str, cordoned: bool) -> None:
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        answer = await self.client.patch(
+            f"/admin/v1/workers/{name}", json={"cordoned": cordoned}, headers=headers
+        )
+        assert answer.status_code == 200, answer.text
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum of the gateway's series of that name that have these labels."""
+        page = (await self.client.get("/metrics")).text
+        rows = re.findall(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", page, re.M)
+        return sum(
+            float(value)
+            for given, value in rows
+            if all(f'{label}="{wanted}"' in given for label, wanted in labels.items())
+        )
+
+    async def blocks(self, name: str) -> int:
+        """Blocks that the gateway's index holds for one worker."""
+        targets = (await self.admin("index"))["targets"]
+        return sum(sum(t["blocks"].values()) for t in targets if t["target"] == name)
+
+    async def all_up(self) -> bool:
+        """Every worker is up, followed exactly, and proven to tokenize as the gateway does."""
+        workers = (await self.admin("workers"))["workers"]
+        targets = (await self.admin("index"))["targets"]
+        ready = all(w["state"] == "up" for w in workers) and all(t["stream"] == "exact" for t in targets)
+        checks = await self.metric("moongate_parity_checks_total", result="equal")
+        return ready and len(targets) == len(self.workers) and checks >= 6 * len(self.workers)
+
+    async def until(self, condition: Callable[[], Awaitable[bool]], budget_s: float = 60.0) -> None:
+        """Wait until something that can be seen from outside is so."""
+        async with asyncio.timeout(budget_s):
+            while not await condition():
+                await asyncio.sleep(0.05)
+
+
+def make(directory: Path, *, workers: int, port: int) -> RealFleet:
+    """A fleet that keeps everything below `directory`. Nothing runs yet."""
+    from workers.launch.model import local_model
+
+    fleet = LocalFleet(engine="vllm", workers=workers, port=port, directory=directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    run, logs, cache = directory / "run", directory / "logs", directory / "cache"
+    for folder in (run, logs, cache):
+        folder.mkdir(exist_ok=True)
+    model = local_model("", directory / "models")
+    return RealFleet(Plan.make(fleet, model, run, logs=logs, cache=cache))

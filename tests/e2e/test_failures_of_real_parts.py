@@ -1,0 +1,101 @@
+"""Real processes die and come back: no turn may fail, and nothing that is gone may be believed."""
+
+import asyncio
+import time
+
+import pytest
+from conversation import Conversation
+from real_fleet import STOP_GRACE_S, RealFleet
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+async def test_a_killed_holder_costs_no_turn_and_its_restart_is_not_believed(fleet: RealFleet) -> None:
+    talk = Conversation(fleet.client, fleet.model, seed=2000, words=60)
+    for _ in range(3):
+        holder = (await talk.turn()).worker
+    dead = fleet.worker(holder)
+    assert await fleet.blocks(holder) > 0
+
+    asking = asyncio.create_task(talk.turn())
+    dead.server.kill()
+    turns = [await asking]
+    for n in range(19):
+        turns.append(await talk.turn(stream=n % 2 == 1))
+    assert {turn.worker for turn in turns[1:]} == {fleet.other(holder).name}
+    assert max(turn.seconds for turn in turns) < 3.0
+    assert [turn.cached for turn in turns[2:]] == [turn.predicted for turn in turns[2:]]
+    assert await fleet.blocks(holder) == 0
+    assert await fleet.metric("moongate_worker_up", worker=holder) == 0
+
+    await dead.server.start()
+    await fleet.until(fleet.all_up)
+    assert await fleet.blocks(holder) == 0
+    await fleet.cordon(fleet.other(holder).name, True)
+    try:
+        back = await talk.turn()
+    finally:
+        await fleet.cordon(fleet.other(holder).name, False)
+    assert back.worker == holder
+    assert back.local_tokens == 0
+    assert back.cached == back.predicted
+
+
+async def test_a_holder_restarted_between_two_turns_keeps_no_credit(fleet: RealFleet) -> None:
+    talk = Conversation(fleet.client, fleet.model, seed=2100)
+    for _ in range(2):
+        holder = (await talk.turn()).worker
+    server = fleet.worker(holder).server
+    await server.stop(STOP_GRACE_S)
+    await server.start()
+    await fleet.until(fleet.all_up)
+    await fleet.cordon(fleet.other(holder).name, True)
+    try:
+        turn = await talk.turn()
+    finally:
+        await fleet.cordon(fleet.other(holder).name, False)
+    assert (turn.worker, turn.local_tokens) == (holder, 0)
+    assert turn.cached == turn.predicted
+
+
+async def test_b065_a_dead_master_costs_hits_but_no_turn_and_its_return_is_noticed(fleet: RealFleet) -> None:
+    talk = Conversation(fleet.client, fleet.model, seed=2200)
+    holder = (await talk.turn()).worker
+    assert await fleet.metric("moongate_pool_degraded") == 0
+    await fleet.master.stop(STOP_GRACE_S)
+
+    async def degraded() -> bool:
+        return await fleet.metric("moongate_pool_degraded") == 1
+
+    await fleet.until(degraded, budget_s=10)
+    for _ in range(2):
+        started = time.monotonic()
+        turn = await talk.turn()
+        assert (turn.worker, turn.action, turn.pool_tokens) == (holder, "local", 0)
+        assert turn.cached == turn.predicted
+        # The worker itself waits for its master, about 4.5 s a look-up; the gateway must not add to that.
+        assert time.monotonic() - started < 20
+    decisions = (await fleet.admin("decisions"))["decisions"]
+    assert decisions[0]["timings_ms"]["look"] < 50
+
+    await fleet.master.start()
+
+    async def healed() -> bool:
+        return await fleet.metric("moongate_pool_degraded") == 0
+
+    await fleet.until(healed, budget_s=10)
+    # Everything the old master knew is gone; what is computed from now on is in the pool again.
+    fresh = Conversation(fleet.client, fleet.model, seed=2300)
+    holder = (await fresh.turn()).worker
+
+    async def stored() -> bool:
+        return (await fleet.admin("pool"))["details"]["keys"] > 0
+
+    await fleet.until(stored)
+    await fleet.cordon(holder, True)
+    try:
+        turn = await fresh.turn()
+    finally:
+        await fleet.cordon(holder, False)
+    assert (turn.action, turn.worker) == ("pull", fleet.other(holder).name)
+    assert turn.cached == turn.predicted
