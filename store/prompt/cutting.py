@@ -15,7 +15,7 @@ from typing import Final
 from tokenizers import AddedToken, Tokenizer
 
 # A piece this long is worth an entry of its own (about 300 bytes) in the cache; shorter ones are joined.
-PIECE_CHARACTERS: Final = 1024
+PIECE_BYTES: Final = 1024
 
 _SAMPLES: Final = (
     "",
@@ -37,25 +37,18 @@ _SAMPLES: Final = (
 )
 
 
-def cut(text: str, token: str | None) -> list[str]:
-    """`text` in pieces that each begin with `token` (the first need not) and, but for the last, are long.
+def cut(text: bytes, token: bytes | None, start: int = 0) -> list[int]:
+    """Where the pieces of UTF-8 `text` end, from `start` (where one begins) on; the last ends with the text.
 
-    Where a piece ends depends only on the text before that point, so a text that goes on keeps its pieces.
+    Each but the first begins with `token`, each but the last is long. Where a piece ends depends only on the
+    text before that point, so a text that goes on keeps its pieces.
     """
-    if token is None or not text:
-        return [text]
-    first, *rest = text.split(token)
-    pieces: list[str] = []
-    open_: list[str] = [first] if first else []
-    size = len(first)
-    for piece in rest:
-        if size >= PIECE_CHARACTERS:
-            pieces.append("".join(open_))
-            open_, size = [], 0
-        open_ += (token, piece)
-        size += len(token) + len(piece)
-    pieces.append("".join(open_))
-    return pieces
+    ends: list[int] = []
+    while token is not None and (end := text.find(token, start + PIECE_BYTES)) >= 0:
+        ends.append(end)
+        start = end
+    ends.append(len(text))
+    return ends
 
 
 def find_cut_token(tokenizer: Tokenizer, rendered: Sequence[str]) -> str | None:
@@ -78,15 +71,16 @@ def _stands_alone(token: AddedToken, contents: Sequence[str]) -> bool:
     """Whether every occurrence of the token's text becomes the token, whatever is around it."""
     if token.normalized or token.lstrip or token.rstrip or token.single_word or not token.content:
         return False
-    # A token that contains this one, or runs into it from the left, would win the match.
+    # A token that contains this one, or runs into it from the left (itself included), would win the match.
     return not any(
-        other != token.content and (token.content in other or _ends_with_start_of(other, token.content))
+        (token.content in other and other != token.content) or _runs_into(other, token.content)
         for other in contents
     )
 
 
-def _ends_with_start_of(left: str, right: str) -> bool:
-    return any(left.endswith(right[:length]) for length in range(1, min(len(left), len(right)) + 1))
+def _runs_into(left: str, right: str) -> bool:
+    """Whether an occurrence of `left` can end within one of `right`."""
+    return any(left.endswith(right[:length]) for length in range(1, min(len(left), len(right))))
 
 
 def _holds(tokenizer: Tokenizer, token: str, contents: Sequence[str], rendered: Sequence[str]) -> bool:

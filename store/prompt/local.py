@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from store.hashing import Chain, Digests, HashScheme, chain, digest_width, none_hash
 from store.prompt.cutting import cut, find_cut_token
 from store.prompt.encoder import Encoder, truncate, truncated
+from store.prompt.recent import Recent, RecentRequests
 from store.prompt.rendering import Renderer
-from store.prompt.repeats import Known, Repeats
 from store.prompt.request import (
     ChatPrompt,
     Ids,
@@ -43,12 +43,22 @@ _OWN_RENDERING: Final = frozenset(
         *("DeepseekV41ForCausalLM", "InklingForCausalLM", "InklingForConditionalGeneration"),
     )
 )
-# Share of the cache's bytes for whole requests, which only serve identical repeats.
-_REPEATS_SHARE: Final = 4
+# Share of the cache's bytes for whole requests and their text, which are short cuts only.
+_RECENT_SHARE: Final = 4
 # A last piece below this many characters is not worth an entry.
 _SHORT: Final = 256
 # Ids of a prompt that came as ids are kept as digests only, for runs of this many.
 _RUN_IDS: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A request's text, UTF-8, with where its pieces end, and what tells the request from others."""
+
+    conversation: Hashable
+    body: bytes
+    text: bytes
+    ends: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +75,7 @@ class Plan:
     known: Sequence[Segment]
     pieces: Sequence[str]
     ids: Ids | None = None
-    conversation: Hashable = None
-    body: bytes = b""
+    rendered: Rendered | None = None
 
     @property
     def missing(self) -> int:
@@ -82,8 +91,9 @@ class LocalPrompts:
         self._renderer: Final = Renderer(tokenizer)
         self._encoder: Final = Encoder(tokenizer.backend_tokenizer)
         self._cut_token: Final = find_cut_token(tokenizer.backend_tokenizer, self._renderer.samples())
-        self._repeats: Final = Repeats(cache_bytes // _REPEATS_SHARE)
-        self._segments: Final = SegmentCache(cache_bytes - cache_bytes // _REPEATS_SHARE)
+        self._cut_bytes: Final = None if self._cut_token is None else self._cut_token.encode()
+        self._recent: Final = RecentRequests(cache_bytes // _RECENT_SHARE)
+        self._segments: Final = SegmentCache(cache_bytes - cache_bytes // _RECENT_SHARE)
 
     @classmethod
     def load(cls, tokenizer: str, *, cache_bytes: int = 256 << 20) -> LocalPrompts:
@@ -121,7 +131,7 @@ class LocalPrompts:
 
     @property
     def cached_bytes(self) -> int:
-        return self._segments.bytes + self._repeats.bytes
+        return self._segments.bytes + self._recent.bytes
 
     def prompt(self, request: PromptRequest, scheme: HashScheme, *, lora: Lora = None) -> Prompt:
         """Tokens and chain of `request`. Pure CPU. Raises Unrenderable."""
@@ -144,18 +154,30 @@ class LocalPrompts:
         try:
             body = msgspec.msgpack.encode(request)
             conversation = (root, _beginning(request))
-            repeat = self._repeats.find(conversation, body)
-            if repeat is not None:
-                known = self._segments.longest(repeat.keys)
-                if len(known) == len(repeat.keys):
-                    return Plan(request, scheme, lora, repeat.keys, known, (repeat.tail,) * bool(repeat.tail))
-            text = self._renderer.render(request) if isinstance(request, ChatPrompt) else request.text
-            pieces = cut(text, self._cut_token)
-            keys = chain_keys(root, pieces)
+            recent = self._recent.get(conversation)
+            if recent is not None and recent.body == body:
+                known = self._segments.longest(recent.keys)
+                if len(known) == len(recent.keys):
+                    pieces = (recent.tail,) if recent.tail else ()
+                    return Plan(request, scheme, lora, recent.keys, known, pieces)
+            rendered = self._renderer.render(request) if isinstance(request, ChatPrompt) else request.text
+            text = rendered.encode()
         except UnicodeEncodeError as wrong:
             raise Unrenderable("invalid", "text with lone surrogates") from wrong
+        common = recent.common(text) if recent is not None else 0
+        ends, keys, start = [], [], 0
+        if recent is not None and common:
+            ends, keys = list(recent.ends[:common]), list(recent.keys[:common])
+            root, start = keys[-1], ends[-1]
+        new = cut(text, self._cut_bytes, start)
+        keys += chain_keys(root, text, start, new)
+        ends += new
         known = self._segments.longest(keys)
-        return Plan(request, scheme, lora, keys, known, pieces[len(known) :], None, conversation, body)
+        starts = [0, *ends]
+        pieces = [text[starts[i] : starts[i + 1]].decode() for i in range(len(known), len(ends))]
+        return Plan(
+            request, scheme, lora, keys, known, pieces, None, Rendered(conversation, body, text, ends)
+        )
 
     def finish(self, plan: Plan) -> Prompt:
         """Tokenize and hash what `plan` did not find, and remember it. Raises Unrenderable."""
@@ -198,9 +220,13 @@ class LocalPrompts:
             segments.append(Segment(ids, packed[done * width : end // size * width]))
             done = end // size
         self._segments.put(keys[:kept], segments)
-        if plan.body:
-            stored = tuple(plan.keys[: len(plan.known) + kept])
-            self._repeats.put(plan.conversation, Known(plan.body, stored, tail))
+        if plan.rendered is not None:
+            # The last piece ends where the text ends, which is no place to cut a longer one.
+            ends = plan.rendered.ends[:-1]
+            head = plan.rendered.text[: ends[-1] if ends else 0]
+            stored = plan.keys[: len(plan.known) + kept]
+            recent = Recent(plan.rendered.body, head, ends, stored, tail)
+            self._recent.put(plan.rendered.conversation, recent)
 
     def _plan_ids(self, request: TokensPrompt, scheme: HashScheme, lora: Lora, root: bytes) -> Plan:
         try:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, TypeAlias, cast
 
+from store.prompt.environment import Printed
 from store.prompt.request import ChatPrompt, Unrenderable
 from store.prompt.template import ContentFormat, TemplateFacts
 
@@ -61,7 +63,7 @@ def tools(given: Sequence[Any] | None) -> list[dict[str, Any]] | None:
         return None
     if not given:
         raise Unrenderable("invalid", "tools must not be empty")
-    return [_tool(tool) for tool in given]
+    return [Printed(_tool(tool)) for tool in given]
 
 
 def template_keywords(request: ChatPrompt, facts: TemplateFacts) -> dict[str, Any]:
@@ -96,18 +98,27 @@ def _message(given: Any, content_format: ContentFormat) -> Message:
     role = source.get("role")
     if not isinstance(role, str):
         raise Unrenderable("invalid", "a message needs a role")
-    parts = _parts(source.get("content"))
+    content = source.get("content")
+    if isinstance(content, str) and role != "system":  # most messages: the short way to the same
+        content = [{"type": "text", "text": content}] if content_format == "openai" else content
+        return _with_fields({"role": role, "content": content}, role, source)
+    parts = _parts(content)
     if role == "system":
         parts = _without_billing_header(parts)
     content = _content(parts, content_format)
-    message: Message = {"role": role, "content": content}
+    return _with_fields({"role": role, "content": content}, role, source)
+
+
+def _with_fields(message: Message, role: str, source: dict[str, Any]) -> Message:
+    """What comes with the content, by role."""
+    content = message["content"]
     if role == "assistant":
         _add_assistant_fields(message, source)
     elif role == "tool":
         if "tool_call_id" in source:
             message["tool_call_id"] = source["tool_call_id"]
         if isinstance(content, list):
-            message["content"] = _tool_content(content)
+            message["content"] = _tool_content(cast(list[dict[str, Any]], content))
     for key in ("name", "task"):
         if isinstance(source.get(key), str):
             message[key] = source[key]
@@ -194,24 +205,33 @@ def _tool_call(given: Any) -> dict[str, Any]:
     if call.get("type", "function") != "function" or not isinstance(function, dict):
         raise Unrenderable("invalid", "tool_calls must be of type function")
     function = cast(dict[str, Any], function)
-    parsed = _ordered(function, ("arguments", "name"))
-    parsed["arguments"] = _arguments(function.get("arguments"))
-    return _ordered(call | {"function": parsed}, ("id", "function", "type"))
-
-
-def _ordered(given: dict[str, Any], first: tuple[str, ...]) -> dict[str, Any]:
-    """`given` with the keys of its declared type in front, as pydantic leaves it."""
-    return {k: given[k] for k in first if k in given} | given
+    # The keys of the declared types come first, as pydantic leaves them.
+    parsed = {"arguments": _arguments(function.get("arguments"))}
+    parsed.update((key, value) for key, value in function.items() if key != "arguments")
+    ordered: dict[str, Any] = {"id": call["id"]} if "id" in call else {}
+    ordered["function"] = parsed
+    ordered.update((key, value) for key, value in call.items() if key not in {"id", "function"})
+    return ordered
 
 
 def _arguments(given: Any) -> dict[str, Any]:
     """Arguments as an object; what is no JSON object becomes an empty one."""
     if isinstance(given, str) and given:
-        try:
-            given = json.loads(given)
-        except json.JSONDecodeError:
-            return {}
+        return _parsed(given) if len(given) <= _LONGEST_KEPT else _parsed.__wrapped__(given)
     return cast(dict[str, Any], given) if isinstance(given, dict) else {}
+
+
+# Every turn of a session brings all its calls again: at most 4 MB of text and what it parses to.
+_LONGEST_KEPT: Final = 4096
+
+
+@lru_cache(maxsize=1024)
+def _parsed(arguments: str) -> Printed:
+    try:
+        found: Any = json.loads(arguments)
+    except json.JSONDecodeError:
+        found = None
+    return Printed(cast(dict[str, Any], found) if isinstance(found, dict) else {})
 
 
 def _as_system(message: Message) -> Message:

@@ -8,6 +8,7 @@ import jinja2
 from transformers import PreTrainedTokenizerFast
 
 from store.prompt import normalise
+from store.prompt.environment import make_environment
 from store.prompt.request import ChatPrompt, Unrenderable
 from store.prompt.template import TemplateFacts, read_template
 
@@ -27,6 +28,13 @@ _SAMPLE_CHATS: Final[tuple[list[Any], ...]] = (
         {"role": "user", "content": "\n\nlast"},
     ],
 )
+# Keywords transformers acts on itself, and those that say how to tokenize: the template sees none of them.
+_SPECIAL_CALL: Final = frozenset(
+    ("self", "conversation", "continue_final_message", "return_assistant_tokens_mask", "tokenizer_kwargs")
+)
+_UNSEEN: Final = frozenset(
+    ("padding", "truncation", "max_length", "return_tensors", "return_dict", *_SPECIAL_CALL)
+)
 
 
 class Renderer:
@@ -34,22 +42,30 @@ class Renderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer: Final = tokenizer
-        self._facts: Final[dict[str, TemplateFacts]] = {}
+        self._special_tokens: Final[dict[str, Any]] = dict(tokenizer.special_tokens_map)
+        self._environment: Final = make_environment()
+        self._templates: Final[dict[str, tuple[jinja2.Template, TemplateFacts]]] = {}
 
     def render(self, request: ChatPrompt) -> str:
         """The prompt's text, special tokens of the template included. Raises Unrenderable."""
         if request.chat_template is not None:
             raise Unrenderable("request_template")
-        template, facts = self._template(request.tools)
+        source = self._source(request.tools)
+        template, facts = self._template(source)
         messages = normalise.conversation(request.messages, facts)
         keywords = normalise.template_keywords(request, facts)
         try:
-            text = self._tokenizer.apply_chat_template(  # pyright: ignore[reportUnknownMemberType]
-                messages, chat_template=template, tokenize=False, **keywords
-            )
+            if not messages or any(keywords.get(each) for each in _SPECIAL_CALL):
+                return self._by_transformers(source, messages, keywords)
+            for each in _UNSEEN:
+                keywords.pop(each, None)
+            _check_objects(keywords)
+            keywords.setdefault("tools", None)
+            keywords.setdefault("documents", None)
+            keywords.setdefault("add_generation_prompt", False)
+            return template.render(messages=messages, **(self._special_tokens | keywords))
         except Exception as wrong:  # a template is a program: any exception can come out of it
             raise Unrenderable("template_error", str(wrong)) from wrong
-        return cast(str, text)
 
     def samples(self) -> list[str]:
         """Prompts of sample conversations; those the template refuses are missing."""
@@ -61,16 +77,32 @@ class Renderer:
                 continue
         return found
 
-    def _template(self, tools: list[Any] | None) -> tuple[str, TemplateFacts]:
+    def _by_transformers(self, source: str, messages: list[dict[str, Any]], keywords: dict[str, Any]) -> str:
+        """Continuing the last message, and what else transformers does around the template itself."""
+        text = self._tokenizer.apply_chat_template(  # pyright: ignore[reportUnknownMemberType]
+            messages, chat_template=source, tokenize=False, **keywords
+        )
+        return cast(str, text)
+
+    def _source(self, tools: list[Any] | None) -> str:
         try:
-            template = self._tokenizer.get_chat_template(tools=tools)  # pyright: ignore[reportUnknownMemberType]
+            return self._tokenizer.get_chat_template(tools=tools)  # pyright: ignore[reportUnknownMemberType]
         except ValueError as wrong:
             raise Unrenderable("no_template", str(wrong)) from wrong
-        facts = self._facts.get(template)
-        if facts is None:
+
+    def _template(self, source: str) -> tuple[jinja2.Template, TemplateFacts]:
+        known = self._templates.get(source)
+        if known is None:
             try:
-                facts = read_template(template)
+                facts = read_template(source, self._environment)
+                known = self._templates[source] = (self._environment.from_string(source), facts)
             except jinja2.TemplateError as wrong:
                 raise Unrenderable("template_error", str(wrong)) from wrong
-            self._facts[template] = facts
-        return template, facts
+        return known
+
+
+def _check_objects(keywords: dict[str, Any]) -> None:
+    """Tools and documents that come as template keywords are unchecked; transformers wants objects."""
+    for key in ("tools", "documents"):
+        if not all(isinstance(each, dict) for each in keywords.get(key) or ()):
+            raise TypeError(f"{key} must be a list of objects")

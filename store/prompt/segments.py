@@ -25,16 +25,20 @@ class Segment:
         return len(self.ids) + len(self.digests) + ENTRY_BYTES
 
 
-def chain_keys(root: bytes, pieces: Sequence[str]) -> list[bytes]:
-    """A key per piece that names the piece and all before it. Raises UnicodeEncodeError on lone surrogates.
+def chain_keys(root: bytes, text: bytes, start: int, ends: Sequence[int]) -> list[bytes]:
+    """A key per piece of `text` that names the piece and all before it; `root` names what is before `start`.
 
     SHA-256 and not something quicker: tokens found by a key are the prompt that is served, so nobody may be
     able to make two texts with one key. (0.2 ms for the 330 KB of an 80K-token prompt.)
     """
     keys: list[bytes] = []
-    for piece in pieces:
-        root = hashlib.sha256(root + piece.encode()).digest()
+    view = memoryview(text)
+    for end in ends:
+        state = hashlib.sha256(root)
+        state.update(view[start:end])
+        root = state.digest()
         keys.append(root)
+        start = end
     return keys
 
 

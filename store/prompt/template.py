@@ -15,7 +15,6 @@ from typing import Final, Literal, TypeAlias
 import jinja2
 import jinja2.meta
 from jinja2 import nodes
-from transformers.utils import chat_template_utils
 
 ContentFormat: TypeAlias = Literal["string", "openai"]
 
@@ -33,11 +32,9 @@ class _Unclear(Exception):
     """A construct vLLM's reading does not expect: it then takes the content to be strings."""
 
 
-def read_template(source: str) -> TemplateFacts:
+def read_template(source: str, environment: jinja2.Environment) -> TemplateFacts:
     """Raises jinja2.TemplateError when `source` is not a template."""
-    # The environment transformers renders with knows the `generation` tag and the loop controls.
-    tree = chat_template_utils._compile_jinja_template(source).environment.parse(source)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]
-    assert isinstance(tree, nodes.Template)
+    tree = environment.parse(source)
     return TemplateFacts(
         content_format=_content_format(tree),
         variables=frozenset(jinja2.meta.find_undeclared_variables(tree)),

@@ -1,0 +1,260 @@
+"""What a turn's prompt costs the gateway: parse, render, tokenize, hash; cold, next turn, identical repeat.
+
+    .venv/bin/python bench/prompt.py [--quick]
+
+The vocabulary (120,000 tokens) is a byte-level BPE trained once on Python sources at hand, with the word
+split and the ChatML template of the local model; it is kept in .moongate/bench. Conversations are made of
+such sources: a 12 KB system prompt, 14 tools, turns of a tool call (2 KB) and its result (6 KB). Times are
+medians; CPU is that of all threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+import msgspec
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from store.hashing import HashScheme, chain
+from store.prompt.local import LocalPrompts
+from store.prompt.request import ChatPrompt
+from workers.launch.tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS, WORDS
+
+VOCABULARY = 120_000
+CORPUS_CHARACTERS = 25_000_000
+MODEL = Path(__file__).resolve().parent.parent / ".moongate" / "bench" / f"prompt-{VOCABULARY}"
+SCHEME = HashScheme("sha256_cbor", 16)
+SYSTEM_CHARACTERS = 12_000
+TURN_CHARACTERS = 8_000
+SIZES = {"8k": 8_000, "80k": 80_000, "160k": 160_000}
+STAGES = ("parse", "render", "rest", "total")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, under 60 s")
+    quick: bool = parser.parse_args().quick
+    make_model(MODEL)
+    began = time.perf_counter()
+    prompts = LocalPrompts.load(str(MODEL), cache_bytes=512 << 20)
+    loaded = time.perf_counter()
+    slow = {name: cold(prompts, tokens, 2 if quick else 5) for name, tokens in SIZES.items()}
+    before = time.perf_counter()
+    prompts.hasten()
+    hastened = time.perf_counter() - before
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    print(f"load {loaded - began:.1f} s, fast encoder found and proven in {hastened:.1f} s\n")
+    rounds = 5 if quick else 15
+    rows = {name: measure(prompts, tokens, rounds) for name, tokens in SIZES.items()}
+    hash_us = hashing(rounds)
+    per_token = memory()
+    report(rows, slow)
+    print(f"\nhashing: {hash_us:.2f} us per block of 16; cache: {per_token:.1f} bytes per cached token")
+    result = {
+        "warm_80k_cpu_ms": rows["80k"]["warm"]["total"],
+        "repeat_80k_cpu_ms": rows["80k"]["repeat"]["total"],
+        "cold_80k_ms": rows["80k"]["cold"]["wall"],
+        "cache_bytes_per_token": per_token,
+        "hash_us_per_block16": hash_us,
+        "cold_80k_hf_ms": slow["80k"],
+        "warm_8k_cpu_ms": rows["8k"]["warm"]["total"],
+        "warm_160k_cpu_ms": rows["160k"]["warm"]["total"],
+        "vocabulary": VOCABULARY,
+    }
+    print("RESULT " + json.dumps({key: round(value, 3) for key, value in result.items()}))
+
+
+def measure(prompts: LocalPrompts, tokens: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Medians in ms: `cold` (a conversation never seen), `warm` (its next turn), `repeat` (that again)."""
+    samples: dict[str, dict[str, list[float]]] = {}
+    for _ in range(rounds):
+        conversation = Conversation(tokens)
+        first, following = conversation.body(), conversation.next_turn()
+        for kind, body in (("cold", first), ("warm", following), ("repeat", following)):
+            for stage, value in timed(prompts, body).items():
+                samples.setdefault(kind, {}).setdefault(stage, []).append(value)
+    return {kind: {k: statistics.median(v) for k, v in stages.items()} for kind, stages in samples.items()}
+
+
+def timed(prompts: LocalPrompts, body: bytes) -> dict[str, float]:
+    """CPU ms of each stage, and the wall time of all."""
+    wall, start = time.perf_counter(), time.process_time()
+    request = msgspec.json.decode(body, type=ChatPrompt)
+    parsed = time.process_time()
+    plan = prompts.plan(request, SCHEME)
+    planned = time.process_time()
+    prompt = prompts.finish(plan)
+    end = time.process_time()
+    assert len(prompt.tokens) // SCHEME.block_size == len(prompt.chain)
+    seconds = {
+        "parse": parsed - start,
+        "render": planned - parsed,
+        "rest": end - planned,
+        "total": end - start,
+        "wall": time.perf_counter() - wall,
+        "tokens": len(prompt.tokens) / 1e3,
+    }
+    return {stage: value * 1e3 for stage, value in seconds.items()}
+
+
+def cold(prompts: LocalPrompts, tokens: int, rounds: int) -> float:
+    """Wall ms of a conversation never seen, with the tokenizer as it comes."""
+    return statistics.median(timed(prompts, Conversation(tokens).body())["wall"] for _ in range(rounds))
+
+
+def hashing(rounds: int) -> float:
+    """Microseconds per block of 16 tokens, 80,000 tokens at once, one thread."""
+    ids = np.random.default_rng(1).integers(0, VOCABULARY, 80_000).astype(np.uint32)
+    seconds = median_cpu(lambda: chain(ids, SCHEME), rounds * 3)
+    return seconds / (len(ids) // SCHEME.block_size) * 1e6
+
+
+def memory() -> float:
+    """Bytes per token of a full cache, of 40 sessions that each grow to 20K tokens."""
+    prompts = LocalPrompts.load(str(MODEL), cache_bytes=4 << 20)
+    for _ in range(40):
+        conversation = Conversation(10_000)
+        for _ in range(4):
+            prompts.prompt(msgspec.json.decode(conversation.next_turn(), type=ChatPrompt), SCHEME)
+    return prompts.cached_bytes / prompts.cached_tokens
+
+
+def median_cpu(work: Callable[[], object], rounds: int) -> float:
+    found: list[float] = []
+    for _ in range(rounds):
+        start = time.process_time()
+        work()
+        found.append(time.process_time() - start)
+    return statistics.median(found)
+
+
+def report(rows: dict[str, dict[str, dict[str, float]]], slow: dict[str, float]) -> None:
+    print(f"{'':>6} {'':>7} {'tokens':>8} {'parse':>8} {'render':>8} {'rest':>8} {'total':>8}  {'wall':>8}")
+    for name, kinds in rows.items():
+        for kind, stages in kinds.items():
+            cells = " ".join(f"{stages[stage]:8.2f}" for stage in STAGES)
+            print(f"{name:>6} {kind:>7} {stages['tokens']:8.0f} {cells}  {stages['wall']:8.2f}")
+        print(f"{name:>6} {'cold HF':>7} {'':8} {'':35}  {slow[name]:8.2f}")
+    print("ms of CPU; rest: tokenizing and hashing what is new; cold HF: without the fast encoder")
+
+
+class Conversation:
+    """One session of about `tokens` tokens that nobody has seen before."""
+
+    numbers = itertools.count()
+
+    def __init__(self, tokens: int) -> None:
+        self.number = next(self.numbers)
+        self.text = source_text(self.number)
+        # 4.2 characters a token of this vocabulary on this text.
+        size = int(tokens * 4.2) - SYSTEM_CHARACTERS
+        system = f"Session {self.number}.\n" + self.take(SYSTEM_CHARACTERS)
+        task = {"role": "user", "content": "Find out why the tests fail."}
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}, task]
+        while size > 0:
+            size -= self.add_turn()
+
+    def add_turn(self) -> int:
+        """A tool call and its result."""
+        quarter = TURN_CHARACTERS // 4
+        arguments = json.dumps({"path": f"file{len(self.messages)}.py", "text": self.take(quarter)})
+        function = {"name": "tool_3", "arguments": arguments}
+        call = {"id": "call_1", "type": "function", "function": function}
+        self.messages += (
+            {"role": "assistant", "content": "I look at that.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": self.take(3 * quarter)},
+        )
+        return TURN_CHARACTERS
+
+    def body(self) -> bytes:
+        body = {"model": "m", "messages": self.messages, "tools": tools(), "stream": True}
+        return json.dumps(body, ensure_ascii=False).encode()
+
+    def next_turn(self) -> bytes:
+        self.add_turn()
+        return self.body()
+
+    def take(self, characters: int) -> str:
+        return "".join(itertools.islice(self.text, characters))
+
+
+def source_text(start: int) -> Iterator[str]:
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    for path in itertools.islice(itertools.cycle(files), start * 7 % len(files), None):
+        yield from path.read_text(encoding="utf-8", errors="ignore")
+
+
+def tools() -> list[dict[str, Any]]:
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": f"tool_{number}",
+                "description": "Does one thing to a file of the project and says what came of it. " * 3,
+                "parameters": {
+                    "type": "object",
+                    "properties": {
+                        key: {"type": "string", "description": key * 5} for key in ("path", "text")
+                    },
+                    "required": ["path"],
+                },
+            },
+        }
+        for number in range(14)
+    ]
+
+
+def make_model(directory: Path) -> None:
+    """Train the tokenizer unless it is there: 10 to 20 s, once."""
+    if (directory / "config.json").exists():
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(training_text(), trainer)
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (directory / "config.json").write_text(json.dumps({"model_type": "olmo2"}), encoding="utf-8")
+
+
+def training_text() -> Iterator[str]:
+    left = CORPUS_CHARACTERS
+    for place in ("stdlib", "purelib"):
+        for path in sorted(Path(sysconfig.get_path(place)).rglob("*.py")):
+            text = path.read_text(encoding="utf-8", errors="ignore")[:100_000]
+            yield text
+            left -= len(text)
+            if left <= 0:
+                return
+
+
+if __name__ == "__main__":
+    main()

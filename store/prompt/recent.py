@@ -1,0 +1,68 @@
+"""The newest request of each conversation: an identical one need not be rendered again, and the next turn's
+text is compared with its text instead of being hashed."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+ENTRY_BYTES: Final = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """A request in a form equal only to its own (`body`) and its rendered text, UTF-8.
+
+    `ends` are the places it is cut at, `head` the text up to the last of them. `keys` name the pieces kept in
+    the cache of segments, which may be one more; `tail` is the text after those.
+    """
+
+    body: bytes
+    head: bytes
+    ends: Sequence[int]
+    keys: Sequence[bytes]
+    tail: str
+
+    @property
+    def size(self) -> int:
+        return len(self.body) + len(self.head) + len(self.tail) + 40 * len(self.ends) + ENTRY_BYTES
+
+    def common(self, text: bytes) -> int:
+        """How many leading pieces `text` begins with, too."""
+        if text.startswith(self.head):
+            return len(self.ends)
+        return bisect_left(self.ends, True, key=lambda end: not text.startswith(self.head[:end]))
+
+
+class RecentRequests:
+    """One per conversation, told apart by how it begins; bounded in bytes. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes: Final = max_bytes
+        self._lock: Final = threading.Lock()
+        self._recent: Final[OrderedDict[Hashable, Recent]] = OrderedDict()
+        self._bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        return self._bytes
+
+    def get(self, conversation: Hashable) -> Recent | None:
+        with self._lock:
+            recent = self._recent.get(conversation)
+            if recent is not None:
+                self._recent.move_to_end(conversation)
+            return recent
+
+    def put(self, conversation: Hashable, recent: Recent) -> None:
+        with self._lock:
+            if (old := self._recent.pop(conversation, None)) is not None:
+                self._bytes -= old.size
+            self._recent[conversation] = recent
+            self._bytes += recent.size
+            while self._bytes > self._max_bytes:
+                self._bytes -= self._recent.popitem(last=False)[1].size
