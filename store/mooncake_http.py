@@ -92,13 +92,14 @@ class Counters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicas:
-    """Complete copies of one object: endpoints of those in memory, and whether there is one on disk.
+    """Complete copies of one object. Objects of one answer that lie in the same places share one of these.
 
-    Objects of one answer that lie in the same places share one of these.
+    endpoints: of the copies in memory. elsewhere: whether there is one that no segment answers for, on disk
+    or not known where.
     """
 
     endpoints: frozenset[str]
-    disk: bool
+    elsewhere: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 from store.breaker import Breaker
 from store.keys import KeyLayout
 from store.master_watch import MasterWatch
 from store.mooncake_http import Drain, MasterAway, MooncakeHttp, Replicas, Segment, queryable
+from store.mooncake_rpc import MooncakeRpc
 from store.segments import Segments
 from store.sightings import Sighting, Sightings, Stretch, Walk
 
@@ -84,6 +85,7 @@ class PoolPrefix:
         )
 
 
+_SOMEWHERE: Final = Replicas(frozenset(), elsewhere=True)
 _UNKNOWN: Final = PoolPrefix(0, known=False, exact=False)
 
 
@@ -126,7 +128,9 @@ class PoolView:
     """The pool behind one master. Never raises once it is started; one event loop.
 
     rpc_address: HOST:PORT as workers use it. Its admin HTTP is looked for at `http_port` of the same host,
-    then at the address itself. budget_s: what a turn may wait, both round trips together.
+    then at the address itself. budget_s: what a turn may wait, both rounds together.
+    lookup: "rpc" asks through the store client, one round, with leases and without places;
+    `store/mooncake_rpc.py` compares. ImportError when that client is not installed.
     """
 
     def __init__(
@@ -135,6 +139,7 @@ class PoolView:
         *,
         http_port: int = 9003,
         budget_s: float = 0.005,
+        lookup: Literal["http", "rpc"] = "http",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         host, _, port = rpc_address.rpartition(":")
@@ -143,6 +148,9 @@ class PoolView:
         self._master: Final = rpc_address
         places = dict.fromkeys([(host.strip("[]"), http_port), (host.strip("[]"), int(port))])
         self._budget_s: Final = budget_s
+        self._rpc = MooncakeRpc(rpc_address) if lookup == "rpc" else None
+        self._first_keys = _FIRST_KEYS if self._rpc is None else _MOST_KEYS
+        self._chunk_keys = _CHUNK_KEYS if self._rpc is None else _MOST_KEYS
         self._clock = clock
         self._runners: set[asyncio.Task[bool]] = set()
         self._segments = Segments()
@@ -326,7 +334,7 @@ class PoolView:
         return PoolPrefix(walk.blocks, known=True, exact=walk.stop != "unknown", stretches=walk.stretches)
 
     def _first_trip(self, turn: _Turn, start: int) -> list[int]:
-        near = max(1, _FIRST_KEYS // len(turn.prefixes))
+        near = max(1, self._first_keys // len(turn.prefixes))
         end = len(turn.keys)
         rest = range(start + near, end)
         far = rest[:: max(1, len(rest) // _FAR_BLOCKS)]
@@ -368,7 +376,7 @@ class PoolView:
         """Asks for `blocks` in the order given, leaving nobody waiting."""
         if self._watch.http is None or not blocks:
             return []
-        size = max(1, _CHUNK_KEYS // len(turn.prefixes))
+        size = max(1, self._chunk_keys // len(turn.prefixes))
         queue = iter([blocks[at : at + size] for at in range(0, len(blocks), size)])
         started = [
             asyncio.create_task(self._run(self._watch.http, turn, queue))
@@ -395,9 +403,8 @@ class PoolView:
         """One round trip. False when it failed."""
         sent_at = self._clock()
         hexes = [digest.hex() for digest in _picked(turn.digests, blocks)]
-        query = [prefix + text for text in hexes for prefix in turn.quoted]
         try:
-            found = await http.replicas(query, _LATE_S)
+            found = await self._replicas(http, turn, hexes)
         except MasterAway as away:
             if away.refused:
                 self._watch.degrade(away.reason)
@@ -414,6 +421,13 @@ class PoolView:
                 sighting = alike[parts] = Sighting(sent_at, parts)
             turn.sightings.saw(turn.keys[block], sighting)
         return True
+
+    async def _replicas(self, http: MooncakeHttp, turn: _Turn, hexes: list[str]) -> dict[str, Replicas]:
+        if self._rpc is None:
+            return await http.replicas([prefix + text for text in hexes for prefix in turn.quoted], _LATE_S)
+        keys = [prefix + text for text in hexes for prefix in turn.prefixes]
+        whole = await self._rpc.exist(keys, _LATE_S)
+        return {key: _SOMEWHERE for key, there in zip(keys, whole, strict=True) if there}
 
     def _forget(self) -> None:
         """This may be another life of the master, and in that it knows no keys."""

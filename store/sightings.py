@@ -166,7 +166,7 @@ class Sightings:
         common: frozenset[str] | None = None
         for part in sighting.parts:
             there = [each for each in part.endpoints if segments.readable(each, sighting.at, now)]
-            if not there and not part.disk:
+            if not there and not part.elsewhere:
                 # Copies may have moved meanwhile (drain): a fresh answer decides, a stale one is asked again.
                 return ("absent" if age < ABSENT_S else "unknown"), frozenset()
             places = frozenset[str]().union(*(segments.places(each) for each in there))

@@ -7,9 +7,11 @@ import socket
 import struct
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import httpx
 import pytest
@@ -24,6 +26,7 @@ from workers.launch.process import Process
 from workers.sim.pool import SimPool
 
 PORTS = free_ports(above=21_240)
+Lookup = Literal["http", "rpc"]
 LAYOUT = KeyLayout("tiny")
 TWO_RANKS = KeyLayout("tiny", tp_ranks=2)
 # Where a test asks what is true, not how fast: this machine may be busy.
@@ -76,8 +79,10 @@ async def own_master(tmp_path: Path) -> AsyncIterator[MooncakeMaster]:
 
 
 @asynccontextmanager
-async def viewing(address: str, http_port: int, budget_s: float = PATIENT_S) -> AsyncIterator[PoolView]:
-    view = PoolView(address, http_port=http_port, budget_s=budget_s)
+async def viewing(
+    address: str, http_port: int, budget_s: float = PATIENT_S, lookup: Lookup = "http"
+) -> AsyncIterator[PoolView]:
+    view = PoolView(address, http_port=http_port, budget_s=budget_s, lookup=lookup)
     await view.start()
     try:
         yield view
@@ -88,8 +93,21 @@ async def viewing(address: str, http_port: int, budget_s: float = PATIENT_S) -> 
 @pytest.fixture
 async def view(master: MooncakeMaster, workers: tuple[SimPool, SimPool]) -> AsyncIterator[PoolView]:
     async with viewing(master.address, master.http_port) as view:
-        assert not view.degraded
+        await recovered(view)
         yield view
+
+
+@pytest.fixture
+async def rpc_view(master: MooncakeMaster, workers: tuple[SimPool, SimPool]) -> AsyncIterator[PoolView]:
+    async with viewing(master.address, master.http_port, lookup="rpc") as view:
+        await recovered(view)
+        yield view
+
+
+@pytest.fixture(params=["http", "rpc"])
+def either(request: pytest.FixtureRequest) -> PoolView:
+    """What both ways to look must agree on."""
+    return request.getfixturevalue("view" if request.param == "http" else "rpc_view")
 
 
 async def blocks(view: PoolView, chain: Chain, layout: KeyLayout = LAYOUT) -> int:
@@ -99,7 +117,8 @@ async def blocks(view: PoolView, chain: Chain, layout: KeyLayout = LAYOUT) -> in
     return found.blocks
 
 
-async def test_only_leading_blocks_count(view: PoolView, workers: tuple[SimPool, SimPool]) -> None:
+async def test_only_leading_blocks_count(either: PoolView, workers: tuple[SimPool, SimPool]) -> None:
+    view = either
     chain = chain_of("leading", 8)
     workers[0].put([chain.digests[n] for n in (0, 1, 2, 4, 5)])
     assert await blocks(view, chain) == 3
@@ -109,8 +128,9 @@ async def test_only_leading_blocks_count(view: PoolView, workers: tuple[SimPool,
 
 
 async def test_b060_a_block_without_one_rank_ends_the_prefix(
-    view: PoolView, master: MooncakeMaster, workers: tuple[SimPool, SimPool]
+    either: PoolView, master: MooncakeMaster, workers: tuple[SimPool, SimPool]
 ) -> None:
+    view = either
     chain = chain_of("ranks", 6)
     rank0, rank1 = TWO_RANKS.prefixes()
     one = KeyLayout("tiny")
@@ -158,9 +178,10 @@ async def storing(master: MooncakeMaster, layout: KeyLayout = LAYOUT) -> AsyncIt
 
 
 async def test_b062_an_object_still_being_written_does_not_count(
-    view: PoolView, workers: tuple[SimPool, SimPool]
+    either: PoolView, workers: tuple[SimPool, SimPool]
 ) -> None:
-    chain = chain_of("halfway", 2)
+    view = either
+    chain = chain_of(f"halfway{uuid.uuid4()}", 2)
     client = workers[0]._client()  # pyright: ignore[reportPrivateUsage]
     assert client is not None
     keys = [LAYOUT.keys(digest)[0] for digest in chain.digests]
@@ -221,8 +242,9 @@ async def test_an_announcement_of_one_model_is_no_credit_for_another(
 
 
 async def test_random_holes_in_long_chains_are_found_exactly(
-    view: PoolView, workers: tuple[SimPool, SimPool]
+    either: PoolView, workers: tuple[SimPool, SimPool]
 ) -> None:
+    view = either
     draw = random.Random(7)
     for number in range(12):
         length = draw.choice([1, 31, 256, 257, 300, 1500, 2500])
@@ -327,6 +349,7 @@ async def test_a_killed_workers_blocks_are_forgotten_when_the_master_forgets_the
     chain, segment = chain_of("unmounted", 4), f"127.0.0.1:{next(PORTS)}"
     script = f"""
 import time
+import uuid
 from store.keys import KeyLayout
 from workers.sim.pool import SimPool
 pool = SimPool({master.address!r}, {segment!r}, KeyLayout("tiny"), segment_bytes=16 << 20)
@@ -366,6 +389,36 @@ async def test_the_admin_address_may_be_given_instead(
 def test_an_address_without_host_or_port_is_refused(address: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
         PoolView(address)
+
+
+async def test_a_look_through_the_client_takes_leases_as_an_engine_does(
+    rpc_view: PoolView, workers: tuple[SimPool, SimPool]
+) -> None:
+    chain = chain_of("rpc lease", 2)
+    workers[0].put(chain.digests)
+    client = workers[0]._client()  # pyright: ignore[reportPrivateUsage]
+    assert client is not None
+    assert await blocks(rpc_view, chain) == 2
+    assert client.remove(LAYOUT.keys(chain.digests[0])[0]) == -706  # pyright: ignore
+
+
+async def test_b065_a_client_that_hangs_holds_no_turn(own_master: MooncakeMaster) -> None:
+    async with viewing(own_master.address, own_master.http_port, 0.005, "rpc") as view:
+        await recovered(view)
+        while not (await view.prefix(chain_of("warm", 1), LAYOUT)).known:
+            await asyncio.sleep(0.05)  # the client is set up by the first call
+        assert own_master.process.pid is not None
+        os.kill(own_master.process.pid, signal.SIGSTOP)
+        took, answers = await latencies(view, 200)
+        assert took[198] < 0.020
+        assert not any(answer.known for answer in answers)
+        os.kill(own_master.process.pid, signal.SIGCONT)
+        await recovered(view)
+
+        async def known() -> bool:
+            return (await view.prefix(chain_of("thawed", 3), LAYOUT)).known
+
+        await until(known)
 
 
 # --- faults -----------------------------------------------------------------------------------------------

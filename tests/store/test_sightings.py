@@ -19,8 +19,8 @@ def segment(name: str, life: int, status: str = "OK") -> Segment:
     return Segment(name, f"{name}/{life}", "client", status, 1 << 20, 0)
 
 
-def seen(at: float, *endpoints: str, disk: bool = False) -> Sighting:
-    return Sighting(at, (Replicas(frozenset(endpoints), disk),))
+def seen(at: float, *endpoints: str, elsewhere: bool = False) -> Sighting:
+    return Sighting(at, (Replicas(frozenset(endpoints), elsewhere),))
 
 
 @dataclass
@@ -158,7 +158,7 @@ def test_a_block_of_two_ranks_lies_on_the_host_that_has_both() -> None:
 def test_b062_a_copy_on_disk_is_readable_when_the_one_in_memory_is_not() -> None:
     segments = told(segment("10.0.0.1:1", 0, "DRAINING"), at=0.5)
     sightings = Sightings(10)
-    sightings.saw(1, seen(1.0, "10.0.0.1:1/0", disk=True))
+    sightings.saw(1, seen(1.0, "10.0.0.1:1/0", elsewhere=True))
     sightings.saw(2, seen(1.0, "10.0.0.1:1/0"))
     assert sightings.walk([1, 2], segments, 1.0).blocks == 1
 
