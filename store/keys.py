@@ -11,6 +11,7 @@ block size or salt: the first three must be agreed on, the last is in the digest
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -95,6 +96,30 @@ def parse_key(key: str) -> PoolKey | None:
     )
     # Leading zeros parse, but the engine never writes them: such a key would never be asked for again.
     return parsed if parsed.prefix + found["digest"] == key else None
+
+
+def observed_layouts(keys: Iterable[str]) -> list[KeyLayout]:
+    """The layouts under which these objects were stored, one for each name and namespace, most objects first.
+
+    Exact when the keys have at least one whole block of each layout. Foreign keys are passed over. `model` is
+    then the whole name, a cache prefix included: it cannot be told where one ends.
+    """
+    found: dict[tuple[str, str], list[PoolKey]] = {}
+    for parsed in map(parse_key, keys):
+        if parsed is not None:
+            found.setdefault((parsed.name, parsed.namespace), []).append(parsed)
+    return [
+        KeyLayout(
+            model=name,
+            tp_ranks=1 + max(each.tp_rank for each in objects),
+            pp_ranks=1 + max(each.pp_rank for each in objects),
+            groups=tuple(sorted({each.group for each in objects})),
+            namespace=namespace,
+            pcp_ranks=1 + max(each.pcp_rank for each in objects),
+            dcp_ranks=1 + max(each.dcp_rank for each in objects),
+        )
+        for (name, namespace), objects in sorted(found.items(), key=lambda item: -len(item[1]))
+    ]
 
 
 def distinct_tp_ranks(tp: int, kv_heads: int, *, mla: bool = False, dcp: int = 1) -> int:

@@ -7,10 +7,10 @@ A whole turn's look-up against one through the admin HTTP (two busy cores, media
     client                0.4      2.3       12                       0.4      1.7      8.8
 
 The price: each check gives the objects a lease (`default_kv_lease_ttl`, 10 s), so what is asked for is kept
-from eviction as if it were used; it does not say where replicas are, so blocks of a dead worker count until the
-master notices; and the client is native code in this process. Choose it where prompts are long and new to the
-gateway, or where a pull that waits in an engine's queue must still find its blocks; HTTP otherwise: most turns
-are remembered (0.8 ms for 5,000 blocks) and ask for their new blocks only.
+from eviction as if it were used; it does not say where replicas are, so blocks of a dead worker count until
+the master notices; and the client is native code in this process. Choose it where prompts are long and new to
+the gateway, or where a pull that waits in an engine's queue must still find its blocks; HTTP otherwise: most
+turns are remembered (0.8 ms for 5,000 blocks) and ask for their new blocks only.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@ import itertools
 import string
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from store.keys import KeyLayout, PoolKey, distinct_tp_ranks, parse_key
+from store.keys import KeyLayout, PoolKey, distinct_tp_ranks, observed_layouts, parse_key
 
 DIGEST = bytes.fromhex("4e1195df020de59e0d65a33a4279f1183e7ae4e5d980e309f8b55adff2e61c3e")
 HEX = DIGEST.hex()
@@ -99,20 +99,20 @@ def test_b061_two_cache_prefixes_never_share_a_key() -> None:
 names = st.text(string.ascii_letters + string.digits + "@:._- ", min_size=1, max_size=20)
 
 
-@given(
-    layout=st.builds(
-        KeyLayout,
-        model=names,
-        tp_ranks=st.integers(1, 4),
-        pp_ranks=st.integers(1, 3),
-        groups=st.sets(st.integers(0, 5), min_size=1, max_size=3).map(lambda found: tuple(sorted(found))),
-        cache_prefix=st.one_of(st.just(""), names),
-        namespace=st.sampled_from(["", "@store_pp:2@store_format:rank_local_tp2_layout_LBHNC"]),
-        pcp_ranks=st.integers(1, 2),
-        dcp_ranks=st.integers(1, 2),
-    ),
-    digest=st.one_of(st.binary(min_size=32, max_size=32), st.binary(min_size=16, max_size=16)),
+layouts = st.builds(
+    KeyLayout,
+    model=names,
+    tp_ranks=st.integers(1, 4),
+    pp_ranks=st.integers(1, 3),
+    groups=st.sets(st.integers(0, 5), min_size=1, max_size=3).map(lambda found: tuple(sorted(found))),
+    cache_prefix=st.one_of(st.just(""), names),
+    namespace=st.sampled_from(["", "@store_pp:2@store_format:rank_local_tp2_layout_LBHNC"]),
+    pcp_ranks=st.integers(1, 2),
+    dcp_ranks=st.integers(1, 2),
 )
+
+
+@given(layouts, st.one_of(st.binary(min_size=32, max_size=32), st.binary(min_size=16, max_size=16)))
 def test_every_key_of_every_layout_parses_back(layout: KeyLayout, digest: bytes) -> None:
     keys = layout.keys(digest)
     assert len(keys) == len(set(keys)) == len(layout.prefixes())
@@ -122,6 +122,16 @@ def test_every_key_of_every_layout_parses_back(layout: KeyLayout, digest: bytes)
         assert parsed.digest == digest
         assert parsed.prefix + digest.hex() == key
         assert layout.owns(parsed)
+
+
+@given(layouts, st.binary(min_size=32, max_size=32))
+def test_b061_the_layout_of_a_stored_block_can_be_read_off_its_keys(layout: KeyLayout, digest: bytes) -> None:
+    assume(layout.name != "another")
+    foreign = ["other", *KeyLayout("another").keys(digest)[:1]]
+    observed = observed_layouts([*layout.keys(digest), *foreign])
+    mine = [each for each in observed if each.name == layout.name]
+    assert len(mine) == 1
+    assert mine[0].prefixes() == layout.prefixes()
 
 
 def test_parsed_fields_are_the_ranks() -> None:
