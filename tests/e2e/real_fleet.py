@@ -90,6 +90,13 @@ class RealFleet:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    async def explain(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Where a chat body would go now, and why."""
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        answer = await self.client.post("/admin/v1/explain", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
     async def cordon(self, name: str, cordoned: bool) -> None:
         headers = {"authorization": f"Bearer {TOKEN}"}
         answer = await self.client.patch(

@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+
 from conversation import Conversation
 from real_fleet import STOP_GRACE_S, RealFleet
 
@@ -20,8 +21,7 @@ async def test_a_killed_holder_costs_no_turn_and_its_restart_is_not_believed(fle
     asking = asyncio.create_task(talk.turn())
     dead.server.kill()
     turns = [await asking]
-    for n in range(19):
-        turns.append(await talk.turn(stream=n % 2 == 1))
+    turns += [await talk.turn(stream=n % 2 == 1) for n in range(19)]
     assert {turn.worker for turn in turns[1:]} == {fleet.other(holder).name}
     assert max(turn.seconds for turn in turns) < 3.0
     assert [turn.cached for turn in turns[2:]] == [turn.predicted for turn in turns[2:]]
@@ -84,12 +84,18 @@ async def test_b065_a_dead_master_costs_hits_but_no_turn_and_its_return_is_notic
         return await fleet.metric("moongate_pool_degraded") == 0
 
     await fleet.until(healed, budget_s=10)
+
+    async def mounted() -> bool:
+        return len((await fleet.admin("pool"))["details"]["segments"]) == len(fleet.workers)
+
+    await fleet.until(mounted)
     # Everything the old master knew is gone; what is computed from now on is in the pool again.
     fresh = Conversation(fleet.client, fleet.model, seed=2300)
     holder = (await fresh.turn()).worker
 
     async def stored() -> bool:
-        return (await fleet.admin("pool"))["details"]["keys"] > 0
+        view = await fleet.explain(fresh.body())
+        return all(candidate["pool_tokens"] > 0 for candidate in view["candidates"])
 
     await fleet.until(stored)
     await fleet.cordon(holder, True)
