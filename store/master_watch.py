@@ -51,6 +51,7 @@ class MasterWatch:
         self.counters: Counters | None = None
         self.checked_at: float | None = None
         self.reason = "starting"
+        self.publishes_events: bool | None = None
         self.outages = 0
         self.restarts = 0
 
@@ -118,6 +119,8 @@ class MasterWatch:
         if self._line is None:
             await self._listen(http)
         if self.degraded:
+            with contextlib.suppress(MasterAway):  # older masters do not know the path
+                self.publishes_events = await http.publishes_events(_TIMEOUT_S)
             began = self._clock()
             await http.replicas(["moongate"], self._budget_s)
             if self._clock() - began > self._budget_s:

@@ -141,6 +141,10 @@ class _Health(msgspec.Struct):
     service_ready: bool
 
 
+class _Events(msgspec.Struct):
+    enabled: bool
+
+
 class _Segment(msgspec.Struct):
     segment_name: str
     te_endpoint: str
@@ -175,6 +179,7 @@ class _Segments(msgspec.Struct):
 
 _objects: Final = msgspec.json.Decoder(_Objects)
 _health: Final = msgspec.json.Decoder(_Health)
+_events: Final = msgspec.json.Decoder(_Events)
 _segments: Final = msgspec.json.Decoder(_Segments)
 _started: Final = msgspec.json.Decoder(_Started)
 _job: Final = msgspec.json.Decoder(_Job)
@@ -221,6 +226,10 @@ class MooncakeHttp:
     async def health(self, timeout_s: float) -> Health:
         answer = _decoded(_health, await self._get("/health", timeout_s))
         return Health(answer.role, answer.service_ready)
+
+    async def publishes_events(self, timeout_s: float) -> bool:
+        """Whether the master has an event stream of its own (RFC 1527); the wheel's is compiled without."""
+        return _decoded(_events, await self._get("/kv_events/status", timeout_s)).enabled
 
     async def segments(self, timeout_s: float) -> list[Segment]:
         answer = _decoded(_segments, await self._get("/get_segments_detail", timeout_s))

@@ -18,6 +18,7 @@ and soon without even trying, until the owner task finds the master well again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,6 +51,7 @@ _MOST_RUNNERS: Final = 32
 _LATE_S: Final = 0.25
 _MISSES: Final = 3
 _ADMIN_TIMEOUT_S: Final = 5.0
+_CLIENT_SETUP_S: Final = 2.0
 _FAILING_SEGMENTS: Final = 3
 _REMEMBERED: Final = 1 << 18
 _LAYOUTS: Final = 64
@@ -107,6 +109,8 @@ class PoolStatus:
 
     asked: turns that needed the master; late: those it did not answer in time; restarts: lives of the master
     that ended; keys: objects in the pool; remembered: blocks; checked_s: age of the last good look, or None.
+    announced: blocks that workers said they stored; announced_s: how long ago the last. While the pool is in
+    use and nothing is announced, every turn must ask. master_events: whether the master has some of its own.
     """
 
     master: str
@@ -121,6 +125,9 @@ class PoolStatus:
     outages: int
     restarts: int
     pulls_failing: bool
+    announced: int
+    announced_s: float | None
+    master_events: bool | None
     checked_s: float | None
 
 
@@ -159,7 +166,8 @@ class PoolView:
         self._forgot_at = float("-inf")
         self._misses = 0
         self._key_s = _KEY_S
-        self._turns = self._asked = self._late = 0
+        self._turns = self._asked = self._late = self._announced = 0
+        self._announced_at: float | None = None
         self._watch = MasterWatch(
             rpc_address,
             list(places),
@@ -171,8 +179,11 @@ class PoolView:
         )
 
     async def start(self) -> None:
-        """Returns after the first look at the master, whether it answered or not; 1 s at most."""
+        """Returns after the first look at the master, whether it answered or not; 1 s at most ("rpc": 3)."""
         await self._watch.start()
+        if self._rpc is not None and not self.degraded:
+            with contextlib.suppress(MasterAway):  # its set-up must not fall on the first turn
+                await self._rpc.exist(["moongate"], _CLIENT_SETUP_S)
 
     async def close(self) -> None:
         for runner in self._runners:
@@ -210,6 +221,9 @@ class PoolView:
             outages=self._watch.outages,
             restarts=self._watch.restarts,
             pulls_failing=not self._pulls.allows(now),
+            announced=self._announced,
+            announced_s=None if self._announced_at is None else now - self._announced_at,
+            master_events=self._watch.publishes_events,
             checked_s=None if self._watch.checked_at is None else now - self._watch.checked_at,
         )
 
@@ -250,6 +264,8 @@ class PoolView:
         """
         now = self._clock()
         keys = [each if isinstance(each, int) else int.from_bytes(each[-8:], "big") for each in blocks]
+        self._announced += len(keys)
+        self._announced_at = now
         known = self._sightings if layout is None else {layout: self._of(layout)}
         for each, sightings in known.items():
             if len(known) == 1 and len(each.groups) == 1:

@@ -218,8 +218,11 @@ async def test_an_announcement_spares_the_question_and_ends_absence(
     chain = chain_of("announced", 10)
     assert await blocks(view, chain) == 0
     workers[0].put(chain.digests)
+    assert view.status().announced_s is None
     view.announced(chain.keys[:4])
     view.announced(chain.digests[4:])
+    assert view.status().announced == 10
+    assert (view.status().announced_s or 0) < 5
     asked = view.status().asked
     assert await blocks(view, chain) == 10
     assert view.status().asked == asked
@@ -383,6 +386,11 @@ async def test_the_admin_address_may_be_given_instead(
     workers[0].put(chain.digests)
     async with viewing(f"127.0.0.1:{master.http_port}", next(PORTS)) as view:
         assert await blocks(view, chain) == 2
+
+
+async def test_b066_the_wheels_master_is_seen_to_publish_no_events(view: PoolView) -> None:
+    assert view.status().master_events is False
+    assert view.status().announced_s is None
 
 
 @pytest.mark.parametrize("address", ["", "localhost", "localhost:", ":9003", "host:port"])
