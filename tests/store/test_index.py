@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,10 +101,12 @@ TIERS: tuple[Tier, ...] = ("gpu", "cpu", "disk")
 class Tree:
     """A random forest of blocks: every key has one parent, as a chained hash has."""
 
-    parents: list[int]  # parent of block i among 0..i-1, -1 for a root
+    parents: list[int]  # parent of stretch i among 0..i-1, -1 for a root
+    length: int  # blocks in a stretch
 
-    def key(self, block: int) -> int:
-        return (block + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
+    def keys(self, stretches: list[int]) -> list[int]:
+        numbers = [stretch * self.length + n for stretch in stretches for n in range(self.length)]
+        return [(number + 1) * 0x9E3779B97F4A7C15 % (1 << 64) for number in numbers]
 
     def path(self, block: int) -> list[int]:
         path: list[int] = []
@@ -113,7 +116,7 @@ class Tree:
         return path[::-1]
 
     def chain(self, block: int) -> list[int]:
-        return [self.key(b) for b in self.path(block)]
+        return self.keys(self.path(block))
 
 
 @dataclass
@@ -147,7 +150,7 @@ def forests(draw: st.DrawFn) -> Tree:
     for block in range(1, size):
         straight = draw(st.integers(0, 9)) < 8
         parents.append(block - 1 if straight else draw(st.integers(-1, block - 1)))
-    return Tree(parents)
+    return Tree(parents, draw(st.sampled_from((1, 1, 3, 20))))
 
 
 @settings(max_examples=300, deadline=None)
@@ -160,13 +163,16 @@ def test_any_interleaving_of_events_gives_what_a_set_would(tree: Tree, data: st.
         target, tier = data.draw(holders)
         path = tree.path(data.draw(blocks))
         start = data.draw(st.integers(0, len(path) - 1))
-        run = [tree.key(b) for b in path[start:]]
+        run = tree.keys(path[start:])
+        parent = tree.keys(path[:start])[-1] if start else None
         match data.draw(st.sampled_from(("stored",) * 6 + ("removed",) * 4 + ("cleared", "drop"))):
             case "stored":
-                index.stored(target, run, tree.key(path[start - 1]) if start else None, tier=tier)
+                index.stored(target, run, parent, tier=tier)
                 model.of(target, tier).update(run)
             case "removed":
-                gone = data.draw(st.permutations(run)) if data.draw(st.booleans()) else run[::-1]
+                gone = run[::-1][: data.draw(st.integers(1, len(run)))]
+                if data.draw(st.booleans()):
+                    data.draw(st.randoms(use_true_random=False)).shuffle(gone)
                 index.removed(target, gone, tier=tier)
                 held = model.of(target, tier)
                 for key in gone:
@@ -186,3 +192,79 @@ def test_any_interleaving_of_events_gives_what_a_set_would(tree: Tree, data: st.
     for target in TARGETS:
         index.drop(target)
     assert index.sizes() == {}
+
+
+@settings(max_examples=150, deadline=None)
+@given(forests(), st.data())
+def test_under_a_memory_cap_credit_is_lost_but_never_false(tree: Tree, data: st.DataObject) -> None:
+    limit = data.draw(st.integers(1_000, 30_000))
+    index, model = BlockIndex(max_bytes=limit), Model()
+    blocks = st.integers(0, len(tree.parents) - 1)
+    for _ in range(data.draw(st.integers(1, 25))):
+        target = data.draw(st.sampled_from(TARGETS))
+        run = tree.chain(data.draw(blocks))
+        if data.draw(st.booleans()):
+            index.stored(target, run, None)
+            model.of(target, "gpu").update(run)
+        else:
+            index.removed(target, run)
+            model.of(target, "gpu").subtract({key: 1 for key in run if model.of(target, "gpu")[key]})
+        for stretch in range(len(tree.parents)):
+            truth = model.match(tree.chain(stretch))
+            assert all(n <= truth.get(t, 0) for t, n in index.match(tree.chain(stretch)).items())
+        assert index.memory() <= limit or len(index.sizes()) <= len(TARGETS)
+    for target in TARGETS:
+        index.drop(target)
+    assert index.sizes() == {}
+
+
+def test_the_memory_cap_gives_up_the_least_recently_used_leaf_first() -> None:
+    index = BlockIndex()
+    trunk, old, new = list(range(1, 301)), list(range(1001, 1301)), list(range(2001, 2301))
+    index.stored("a", trunk, None)
+    index.stored("a", old, trunk[-1])
+    index.stored("a", new, trunk[-1])
+    capped = BlockIndex(max_bytes=index.memory())
+    for run, parent in ((trunk, None), (old, trunk[-1]), (new, trunk[-1])):
+        capped.stored("a", run, parent)
+    assert capped.match([*trunk, *old]) == {"a": 600}
+    capped.match([*trunk, *new])
+    capped.match([*trunk, *old])
+    capped.stored("a", list(range(3001, 3301)), trunk[-1])
+    assert capped.evicted >= 44
+    assert capped.match([*trunk, *old]) == {"a": 600}
+    assert capped.match([*trunk, *new])["a"] < 600
+
+
+def test_runs_are_rebuilt_as_their_blocks_go() -> None:
+    index = BlockIndex()
+    keys = list(range(1, 1001))
+    for target in ("a", "b"):
+        index.stored(target, keys, None)
+    index.removed("b", keys[500:])
+    index.removed("a", keys[100:900])
+    assert index.match(keys) == {"a": 100, "b": 500}
+    index.removed("b", keys[:500])
+    assert index.match(keys) == {"a": 100}
+    index.stored("b", keys, None)
+    assert index.match(keys) == {"a": 100, "b": 1000}
+    index.stored("a", keys[100:900], keys[99])
+    assert index.match(keys) == {"a": 1000, "b": 1000}
+    assert index.sizes() == {("a", "gpu"): 1000, ("b", "gpu"): 1000}
+
+
+def test_five_hundred_thousand_blocks_in_and_out_leave_nothing() -> None:
+    index = BlockIndex()
+    order = Random(5)
+    for _ in range(5):
+        chains = [[order.getrandbits(64) for _ in range(500)] for _ in range(200)]
+        for keys in chains:
+            for start in range(0, 500, 50):
+                index.stored("a", keys[start : start + 50], keys[start - 1] if start else None)
+        gone = [key for keys in chains for key in keys]
+        order.shuffle(gone)
+        for key in gone:
+            index.removed("a", [key])
+        assert index.sizes() == {}
+        assert index.match(chains[0]) == {}
+        assert index.memory() < 100_000
