@@ -21,7 +21,7 @@ def vllm_python() -> Path:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def fleet(vllm_python: Path) -> AsyncIterator[RealFleet]:
     """Master, two workers and gateway, all up. Whoever breaks something puts it back."""
-    started = real_fleet.make(vllm_python.parents[2] / ".moongate/e2e", workers=2, port=23000)
+    started = real_fleet.make(vllm_python.parents[2] / ".moongate/e2e", workers=2)
     try:
         await started.start()
         yield started

@@ -55,6 +55,7 @@ class Conversation:
     system: str = ""
     tools: bool = True
     words: int = 120
+    max_tokens: int = 24
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -77,7 +78,12 @@ class Conversation:
             self.messages.append({"role": "user", "content": self.text(self.words)})
 
     def body(self, **more: Any) -> dict[str, Any]:
-        body = {"model": self.model, "messages": self.messages, "max_tokens": 24, "temperature": 0}
+        body = {
+            "model": self.model,
+            "messages": self.messages,
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+        }
         if self.tools:
             body["tools"] = TOOLS
         return {**body, **more}

@@ -1,18 +1,22 @@
 """Real vLLM workers on a real Mooncake master behind a real gateway process."""
 
 import asyncio
+import os
 import re
-from collections.abc import Awaitable, Callable
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from workers.launch.model import local_model
 from workers.launch.mooncake import MooncakeMaster
 from workers.launch.plan import LocalFleet, Plan, WorkerPorts
+from workers.launch.ports import free_ports
 from workers.launch.server import Server
-from workers.launch.supervisor import Supervised
 
 TOKEN = "e2e-admin-token"  # noqa: S105 - of a fleet on loopback that lives for minutes
 STOP_GRACE_S = 10.0
@@ -41,13 +45,10 @@ class RealWorker:
     def replay(self) -> str:
         return f"tcp://127.0.0.1:{self.ports.replay}"
 
-    async def metric(self, name: str) -> float:
-        """The sum of a metric's series on the worker's own page."""
+    async def metric(self, name: str, **labels: str) -> float:
+        """The sum of the worker's own series of that name that have these labels."""
         async with httpx.AsyncClient(trust_env=False) as client:
-            page = (await client.get(f"{self.url}/metrics")).text
-        return sum(
-            float(value) for value in re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", page, re.M)
-        )
+            return total((await client.get(f"{self.url}/metrics")).text, name, labels)
 
 
 class RealFleet:
@@ -57,7 +58,9 @@ class RealFleet:
         self.plan = plan
         self.model = plan.model.name
         self.model_dir = Path(plan.model.path)
-        self.master: MooncakeMaster | Supervised = plan.master()
+        master = plan.master()
+        assert isinstance(master, MooncakeMaster)
+        self.master = master
         self.workers = [
             RealWorker(server, ports) for server, ports in zip(plan.workers(), plan.worker_ports, strict=True)
         ]
@@ -97,7 +100,16 @@ class RealFleet:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    async def cordon(self, name: str, cordoned: bool) -> None:
+    @asynccontextmanager
+    async def cordoned(self, name: str) -> AsyncIterator[None]:
+        """Meanwhile the worker gets no new turns."""
+        await self._cordon(name, True)
+        try:
+            yield
+        finally:
+            await self._cordon(name, False)
+
+    async def _cordon(self, name: str, cordoned: bool) -> None:
         headers = {"authorization": f"Bearer {TOKEN}"}
         answer = await self.client.patch(
             f"/admin/v1/workers/{name}", json={"cordoned": cordoned}, headers=headers
@@ -106,13 +118,12 @@ class RealFleet:
 
     async def metric(self, name: str, **labels: str) -> float:
         """The sum of the gateway's series of that name that have these labels."""
-        page = (await self.client.get("/metrics")).text
-        rows = re.findall(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", page, re.M)
-        return sum(
-            float(value)
-            for given, value in rows
-            if all(f'{label}="{wanted}"' in given for label, wanted in labels.items())
-        )
+        return total((await self.client.get("/metrics")).text, name, labels)
+
+    async def inflight(self, name: str | None = None) -> int:
+        """Turns charged to one worker, or to all of them, at this moment."""
+        workers = (await self.admin("workers"))["workers"]
+        return sum(t["inflight"] for w in workers if name in (None, w["name"]) for t in w["targets"])
 
     async def blocks(self, name: str) -> int:
         """Blocks that the gateway's index holds for one worker."""
@@ -134,14 +145,28 @@ class RealFleet:
                 await asyncio.sleep(0.05)
 
 
-def make(directory: Path, *, workers: int, port: int) -> RealFleet:
-    """A fleet that keeps everything below `directory`. Nothing runs yet."""
-    from workers.launch.model import local_model
+def total(page: str, name: str, labels: dict[str, str]) -> float:
+    """The sum of a metric's series that have these labels, on a page in Prometheus' text format."""
+    rows = re.findall(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", page, re.M)
+    return sum(
+        float(value)
+        for given, value in rows
+        if all(f'{label}="{wanted}"' in given for label, wanted in labels.items())
+    )
 
-    fleet = LocalFleet(engine="vllm", workers=workers, port=port, directory=directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    run, logs, cache = directory / "run", directory / "logs", directory / "cache"
-    for folder in (run, logs, cache):
-        folder.mkdir(exist_ok=True)
-    model = local_model("", directory / "models")
-    return RealFleet(Plan.make(fleet, model, run, logs=logs, cache=cache))
+
+def make(home: Path, *, workers: int) -> RealFleet:
+    """A fleet on free ports, none of it started. Two runs at once do not meet.
+
+    Model and caches below `home` are kept for good, a run's own directory (with its logs) until the next run.
+    """
+    runs, cache = home / "runs", home / "cache"
+    own = runs / str(os.getpid())
+    for folder in (own / "logs", cache):
+        folder.mkdir(parents=True, exist_ok=True)
+    for old in runs.iterdir():
+        if old != own and not Path("/proc", old.name).exists():
+            shutil.rmtree(old, ignore_errors=True)
+    fleet = LocalFleet(engine="vllm", workers=workers, port=next(free_ports(above=23000)), directory=own)
+    model = local_model("", home / "models")
+    return RealFleet(Plan.make(fleet, model, own, logs=own / "logs", cache=cache))

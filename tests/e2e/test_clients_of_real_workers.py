@@ -1,5 +1,6 @@
 """What clients see: the official SDK unchanged, and errors that say what is wrong."""
 
+import json
 from typing import Any
 
 import openai
@@ -15,6 +16,7 @@ TOOL: Any = {
     "function": {
         "name": "locate",
         "description": "Find a block.",
+        "strict": True,
         "parameters": {
             "type": "object",
             "properties": {"tier": {"type": "string", "enum": ["gpu", "cpu", "disk"]}},
@@ -23,6 +25,7 @@ TOOL: Any = {
         },
     },
 }
+NAMED: Any = {"type": "function", "function": {"name": "locate"}}
 
 
 @pytest.fixture
@@ -59,36 +62,52 @@ async def test_tools_through_the_sdk_come_out_as_from_the_worker_itself(
     fleet: RealFleet, async_client: openai.AsyncOpenAI, stream: bool
 ) -> None:
     direct = openai.AsyncOpenAI(base_url=f"{fleet.workers[0].url}/v1", api_key="any", max_retries=0)
-    through = await made_to_call(async_client, fleet.model, stream)
-    assert through == await made_to_call(direct, fleet.model, stream)
-    assert any(through)
+    sampling = {"tool_choice": NAMED, "temperature": 0, "max_tokens": 60}
+    through = await made_to_call(async_client, fleet.model, stream, **sampling)
+    assert through == await made_to_call(direct, fleet.model, stream, **sampling)
+    assert through[1] or through[2]
 
 
-async def made_to_call(client: openai.AsyncOpenAI, model: str, stream: bool) -> tuple[str, str, str]:
-    """Text, name and arguments of an answer that has to be a call (random weights may never end it)."""
-    asked: dict[str, Any] = {
-        "model": model,
-        "messages": ASK,
-        "tools": [TOOL],
-        "tool_choice": {"type": "function", "function": {"name": "locate"}},
-        "max_tokens": 60,
-        "temperature": 0,
-    }
-    text = name = arguments = ""
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+async def test_a_forced_tool_call_comes_out_whole(
+    fleet: RealFleet, async_client: openai.AsyncOpenAI, choice: Any, stream: bool
+) -> None:
+    """Random weights fill the grammar's free places for as long as they like: some seeds come to an end."""
+    for seed in range(2, 12):
+        sampling = {"temperature": 1, "seed": seed, "max_tokens": 400}
+        end, _, calls = await made_to_call(async_client, fleet.model, stream, tool_choice=choice, **sampling)
+        if end != "length":
+            break
+    assert end in ("stop", "tool_calls")
+    assert calls
+    for name, arguments in calls:
+        assert name == "locate"
+        assert json.loads(arguments)["tier"] in ("gpu", "cpu", "disk")
+
+
+async def made_to_call(
+    client: openai.AsyncOpenAI, model: str, stream: bool, **more: Any
+) -> tuple[str | None, str, list[tuple[str, str]]]:
+    """Why an answer that has to be a call ended, its text, and name and arguments of its calls."""
+    asked: dict[str, Any] = {"model": model, "messages": ASK, "tools": [TOOL], **more}
     if not stream:
-        message = (await client.chat.completions.create(**asked)).choices[0].message
-        text = message.content or ""
-        for call in message.tool_calls or []:
-            name, arguments = name + call.function.name, arguments + call.function.arguments
-        return text, name, arguments
+        chosen = (await client.chat.completions.create(**asked)).choices[0]
+        calls = [(call.function.name, call.function.arguments) for call in chosen.message.tool_calls or []]
+        return chosen.finish_reason, chosen.message.content or "", calls
+    end, text, parts = None, "", dict[int, tuple[str, str]]()
     async for chunk in await client.chat.completions.create(**asked, stream=True):
         for choice in chunk.choices:
+            end = choice.finish_reason or end
             text += choice.delta.content or ""
             for call in choice.delta.tool_calls or []:
                 assert call.function is not None
-                name += call.function.name or ""
-                arguments += call.function.arguments or ""
-    return text, name, arguments
+                name, arguments = parts.get(call.index, ("", ""))
+                parts[call.index] = (
+                    name + (call.function.name or ""),
+                    arguments + (call.function.arguments or ""),
+                )
+    return end, text, list(parts.values())
 
 
 async def test_the_sdk_raises_the_right_classes(fleet: RealFleet, sync_client: openai.OpenAI) -> None:
@@ -102,34 +121,42 @@ async def test_the_sdk_raises_the_right_classes(fleet: RealFleet, sync_client: o
     assert "max_tokens" in str(theirs.value)
 
 
-BAD: list[tuple[bytes, int]] = [
-    (b"{not json", 400),
-    (b"[1, 2]", 400),
-    (b'{"messages": []}', 400),
-    (b'{"model": "no-such-model", "messages": []}', 404),
-    (b'{"model": 5, "messages": []}', 400),
-    (b'{"model": "MODEL", "messages": "hi"}', 400),
-    (b'{"model": "MODEL", "messages": [], "stream": {}}', 400),
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+BAD: list[tuple[str, bytes, int]] = [
+    (CHAT, b"", 400),
+    (CHAT, b"{not json", 400),
+    (CHAT, b"[1, 2]", 400),
+    (CHAT, b'{"model": "MODEL", "messages": [{"role": "user", "content": "\xff"}]}', 400),
+    (CHAT, b'{"messages": []}', 400),
+    (CHAT, b'{"model": "no-such-model", "messages": []}', 404),
+    (CHAT, b'{"model": 5, "messages": []}', 400),
+    (CHAT, b'{"model": null, "messages": []}', 400),
+    (CHAT, b'{"model": "MODEL"}', 400),
+    (CHAT, b'{"model": "MODEL", "messages": "hi"}', 400),
+    (CHAT, b'{"model": "MODEL", "messages": [], "stream": {}}', 400),
+    (TEXT, b"{not json", 400),
+    (TEXT, b'{"prompt": "hi"}', 400),
+    (TEXT, b'{"model": "no-such-model", "prompt": "hi"}', 404),
+    (TEXT, b'{"model": "MODEL", "prompt": {"text": "hi"}}', 400),
+    (TEXT, b'{"model": "MODEL", "prompt": "hi", "stream": "often"}', 400),
 ]
 
 
-@pytest.mark.parametrize(("content", "status"), BAD)
+@pytest.mark.parametrize(("path", "content", "status"), BAD)
 async def test_bad_input_is_refused_in_openai_shape_forwarded_nowhere_and_charged_to_nobody(
-    fleet: RealFleet, content: bytes, status: int
+    fleet: RealFleet, path: str, content: bytes, status: int
 ) -> None:
-    async def prompts() -> list[float]:
-        return [await worker.metric("vllm:prompt_tokens_total") for worker in fleet.workers]
+    async def seen() -> list[float]:
+        """Requests that came to the workers, answered well or not; decisions and failures here."""
+        came = [await w.metric("http_requests_total", handler=path) for w in fleet.workers]
+        decided = await fleet.metric("moongate_decisions_total")
+        return [*came, decided, await fleet.metric("moongate_upstream_errors_total")]
 
-    before = await prompts()
-    errors = await fleet.metric("moongate_upstream_errors_total")
-    decisions = await fleet.metric("moongate_decisions_total")
-    answer = await fleet.client.post(
-        "/v1/chat/completions", content=content.replace(b"MODEL", fleet.model.encode())
-    )
-    assert answer.status_code == status
-    assert set(answer.json()["error"]) == {"message", "type", "code", "param"}
-    assert await prompts() == before
-    assert await fleet.metric("moongate_decisions_total") == decisions
-    assert await fleet.metric("moongate_upstream_errors_total") == errors
-    workers = (await fleet.admin("workers"))["workers"]
-    assert all(target["inflight"] == 0 for worker in workers for target in worker["targets"])
+    before = await seen()
+    answer = await fleet.client.post(path, content=content.replace(b"MODEL", fleet.model.encode()))
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "code", "param"}
+    assert error["type"] == "invalid_request_error"
+    assert await seen() == before
+    assert await fleet.inflight() == 0
