@@ -20,17 +20,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from store.hashing import Chain, Digests, HashScheme, chain, digest_width, none_hash
 from store.prompt.cutting import cut, find_cut_token
 from store.prompt.encoder import Encoder, truncate, truncated
+from store.prompt.messages import chat_of_messages
 from store.prompt.recent import Recent, RecentRequests
 from store.prompt.rendering import Renderer
 from store.prompt.request import (
     ChatPrompt,
     Ids,
+    MessagesPrompt,
     Prompt,
     PromptRequest,
+    ResponsesPrompt,
     TextPrompt,
     TokensPrompt,
     Unrenderable,
 )
+from store.prompt.responses import chat_of_responses
 from store.prompt.segments import Segment, SegmentCache, chain_keys
 
 Lora: TypeAlias = tuple[str, str] | None
@@ -68,7 +72,7 @@ class Plan:
     `missing` is the number of characters (ids, for a prompt that came as ids) `finish` has to work on.
     """
 
-    request: PromptRequest
+    request: ChatPrompt | TextPrompt | TokensPrompt
     scheme: HashScheme
     lora: Lora
     keys: Sequence[bytes]
@@ -143,6 +147,10 @@ class LocalPrompts:
             none_hash(scheme.algo, scheme.seed)
         except ValueError as wrong:
             raise Unrenderable("hash_seed_unknown", str(wrong)) from wrong
+        if isinstance(request, MessagesPrompt):
+            request = chat_of_messages(request, self._renderer.messages_facts())
+        elif isinstance(request, ResponsesPrompt):
+            request = chat_of_responses(request)
         if (request.truncate_prompt_tokens or 0) < 0:
             raise Unrenderable("truncate_to_model_length")
         root = _root(request, scheme, lora)
@@ -264,7 +272,7 @@ def _chain(tokens: Ids, plan: Plan, known: bytes | None) -> Chain:
         raise Unrenderable("invalid", str(wrong)) from wrong
 
 
-def _root(request: PromptRequest, scheme: HashScheme, lora: Lora) -> bytes:
+def _root(request: ChatPrompt | TextPrompt | TokensPrompt, scheme: HashScheme, lora: Lora) -> bytes:
     """What digests depend on besides the text before them."""
     special = not isinstance(request, TokensPrompt) and request.add_special_tokens
     kind = "ids" if isinstance(request, TokensPrompt) else "text"

@@ -61,8 +61,6 @@ def tools(given: Sequence[Any] | None) -> list[dict[str, Any]] | None:
     """Tool definitions as vLLM dumps them: fixed keys in fixed order, absent ones null."""
     if given is None:
         return None
-    if not given:
-        raise Unrenderable("invalid", "tools must not be empty")
     return [Printed(_tool(tool)) for tool in given]
 
 
@@ -205,8 +203,10 @@ def _tool_call(given: Any) -> dict[str, Any]:
     if call.get("type", "function") != "function" or not isinstance(function, dict):
         raise Unrenderable("invalid", "tool_calls must be of type function")
     function = cast(dict[str, Any], function)
+    if isinstance(function.get("arguments"), dict):  # parsed and in order already: not from a chat body
+        return call
     # The keys of the declared types come first, as pydantic leaves them.
-    parsed = {"arguments": _arguments(function.get("arguments"))}
+    parsed: dict[str, Any] = {"arguments": arguments_object(function.get("arguments"))}
     parsed.update((key, value) for key, value in function.items() if key != "arguments")
     ordered: dict[str, Any] = {"id": call["id"]} if "id" in call else {}
     ordered["function"] = parsed
@@ -214,7 +214,7 @@ def _tool_call(given: Any) -> dict[str, Any]:
     return ordered
 
 
-def _arguments(given: Any) -> dict[str, Any]:
+def arguments_object(given: Any) -> dict[str, Any]:
     """Arguments as an object; what is no JSON object becomes an empty one."""
     if isinstance(given, str) and given:
         return _parsed(given) if len(given) <= _LONGEST_KEPT else _parsed.__wrapped__(given)

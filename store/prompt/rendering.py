@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any, Final, cast
 
 import jinja2
+from jinja2.ext import LoopControlExtension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerFast
 
 from store.prompt import normalise
 from store.prompt.environment import make_environment
+from store.prompt.messages import DisabledEffort, MessagesFacts
 from store.prompt.request import ChatPrompt, Unrenderable
 from store.prompt.template import TemplateFacts, read_template
 
@@ -37,6 +40,9 @@ _UNSEEN: Final = frozenset(
 )
 
 
+_EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
+
+
 class Renderer:
     """The chat templates of one tokenizer. Thread-safe."""
 
@@ -44,6 +50,7 @@ class Renderer:
         self._tokenizer: Final = tokenizer
         self._special_tokens: Final[dict[str, Any]] = dict(tokenizer.special_tokens_map)
         self._environment: Final = make_environment()
+        self._messages_facts: MessagesFacts | None = None
         self._templates: Final[dict[str, tuple[jinja2.Template, TemplateFacts]]] = {}
 
     def render(self, request: ChatPrompt) -> str:
@@ -66,6 +73,44 @@ class Renderer:
             return template.render(messages=messages, **(self._special_tokens | keywords))
         except Exception as wrong:  # a template is a program: any exception can come out of it
             raise Unrenderable("template_error", str(wrong)) from wrong
+
+    def messages_facts(self) -> MessagesFacts:
+        """What vLLM finds out about the template when it serves /v1/messages. Costs a few ms once."""
+        if self._messages_facts is None:
+            self._messages_facts = MessagesFacts(self._merges_system(), self._disabled_effort())
+        return self._messages_facts
+
+    def _merges_system(self) -> bool:
+        """Whether a system message after the first makes the template (with or without tools) raise."""
+        # vLLM tries in a bare environment: a template that calls raise_exception or needs anything else of
+        # transformers' fails there, too, and that counts.
+        bare = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension]
+        )
+        roles = ("system", "user", "system", "user")
+        messages = [{"role": role, "content": "t"} for role in roles]
+        try:
+            for source in {self._source(None), self._source([])}:
+                bare.from_string(source).render(messages=messages, add_generation_prompt=False)
+        except jinja2.TemplateError:
+            return True
+        return False
+
+    def _disabled_effort(self) -> DisabledEffort:
+        """The effort "none", unless the template refuses it or makes nothing of it."""
+
+        def rendered(effort: str) -> str | None:
+            try:
+                return self.render(
+                    ChatPrompt(messages=[{"role": "user", "content": "Hi"}], reasoning_effort=effort)
+                )
+            except Unrenderable:
+                return None
+
+        none = rendered("none")
+        if none is None or any(rendered(effort) == none for effort in _EFFORTS):
+            return "low"
+        return "none"
 
     def samples(self) -> list[str]:
         """Prompts of sample conversations; those the template refuses are missing."""

@@ -19,6 +19,8 @@ Reason: TypeAlias = Literal[
     "no_template",  # the tokenizer has no chat template
     "request_template",  # the request brings its own template
     "template_error",  # the template itself refused the conversation, or failed
+    "previous_response",  # /v1/responses with history that only the worker keeps
+    "tool_changes",  # /v1/messages that add or remove tools on the way
     "developer_tools",  # tools inside a developer message, for a template that reads them
     "truncate_to_model_length",  # truncate_prompt_tokens -1 needs the worker's max_model_len
     "tokenizer_unavailable",  # nothing loadable at this path
@@ -79,7 +81,33 @@ class TokensPrompt(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-PromptRequest: TypeAlias = ChatPrompt | TextPrompt | TokensPrompt
+class MessagesPrompt(msgspec.Struct, kw_only=True):
+    """The fields of a /v1/messages body that decide its prompt."""
+
+    messages: list[Any]
+    system: str | list[Any] | None = None
+    tools: list[Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+
+
+class ResponsesPrompt(msgspec.Struct, kw_only=True):
+    """The fields of a /v1/responses body that decide its prompt."""
+
+    input: str | list[Any]
+    instructions: str | None = None
+    tools: list[Any] = []
+    reasoning: dict[str, Any] | None = None
+    truncation: str | None = "disabled"
+    previous_response_id: str | None = None
+    prompt: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+
+
+PromptRequest: TypeAlias = ChatPrompt | TextPrompt | TokensPrompt | MessagesPrompt | ResponsesPrompt
 Ids: TypeAlias = npt.NDArray[np.uint32]
 
 

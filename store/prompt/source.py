@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from store.hashing import HashScheme
-from store.prompt.request import ChatPrompt, Prompt, PromptRequest, TextPrompt, TokensPrompt, Unrenderable
+from store.prompt.request import (
+    ChatPrompt,
+    MessagesPrompt,
+    Prompt,
+    PromptRequest,
+    ResponsesPrompt,
+    TextPrompt,
+    TokensPrompt,
+    Unrenderable,
+)
 
 if TYPE_CHECKING:
     from store.prompt.local import LocalPrompts
@@ -133,8 +142,10 @@ def _characters(value: Any) -> int:
         return sum(map(_characters, cast(dict[str, Any], value).values()))
     if isinstance(value, list):
         return sum(map(_characters, cast(list[Any], value)))
-    if isinstance(value, ChatPrompt):
+    if isinstance(value, ChatPrompt | MessagesPrompt):
         return _characters(value.messages) + _characters(value.tools)
+    if isinstance(value, ResponsesPrompt):
+        return _characters(value.input) + _characters(value.tools)
     if isinstance(value, TextPrompt):
         return len(value.text)
     return len(value.ids) if isinstance(value, TokensPrompt) else 0

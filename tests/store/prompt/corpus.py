@@ -18,10 +18,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from store.prompt.request import ChatPrompt, PromptRequest, TextPrompt, TokensPrompt
+from store.prompt.request import (
+    ChatPrompt,
+    MessagesPrompt,
+    PromptRequest,
+    ResponsesPrompt,
+    TextPrompt,
+    TokensPrompt,
+)
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 
 Body = dict[str, Any]
 
@@ -109,6 +118,8 @@ def bodies(traces: Path | None = None) -> Iterator[tuple[str, Body]]:
     yield from ((CHAT, body) for body in itertools.chain(_tools(), _switches(), _truncated(), _continued()))
     yield from ((TEXT, body) for body in _completions())
     yield from ((CHAT, body) for body in _random_chats(120))
+    yield from ((MESSAGES, {"max_tokens": 4, **body}) for body in _messages_bodies())
+    yield from ((RESPONSES, body) for body in _responses_bodies())
     if traces is not None:
         yield from ((CHAT, body) for body in tau_bench(traces))
 
@@ -116,8 +127,9 @@ def bodies(traces: Path | None = None) -> Iterator[tuple[str, Body]]:
 def request_of(path: str, body: Body) -> PromptRequest:
     """The prompt of a body, decoded as the gateway does it."""
     raw = json.dumps(body).encode()
-    if path == CHAT:
-        return msgspec.json.decode(raw, type=ChatPrompt)
+    whole = {CHAT: ChatPrompt, MESSAGES: MessagesPrompt, RESPONSES: ResponsesPrompt}
+    if path in whole:
+        return msgspec.json.decode(raw, type=whole[path])
     kind, field = (TextPrompt, "text") if isinstance(body["prompt"], str) else (TokensPrompt, "ids")
     fields = {field: body["prompt"]} | {k: v for k, v in body.items() if k in kind.__struct_fields__}
     return kind(**fields)
@@ -379,3 +391,136 @@ def _random_chats(count: int) -> Iterator[Body]:
 
 def _text(rng: random.Random) -> str:
     return rng.choice(("", " ", "\n")).join(rng.choices(FRAGMENTS, k=rng.randint(1, 4)))
+
+
+def _messages_bodies() -> Iterator[Body]:
+    ask = [user("q")]
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    weather = {"name": "get_weather", "description": "Weather", "input_schema": schema}
+    for text in FRAGMENTS:
+        if text:
+            yield {"messages": [user(text)], "system": text}
+    yield {"messages": ask, "system": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
+    yield {
+        "messages": ask,
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cch=1\nrest"},
+            {"type": "text", "text": "kept", "cache_control": {"type": "ephemeral"}},
+        ],
+    }
+    yield {"messages": [user("q"), system("inline"), user("r")], "system": "top"}
+    yield {"messages": [user("q"), system([{"type": "text", "text": "inline"}]), user("r")]}
+    yield {"messages": [user([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])]}
+    yield {"messages": [user([{"type": "text", "text": ""}]), user("r")]}
+    for tools in ([weather], [weather, {"name": "bare", "input_schema": {}}], [{**weather, "strict": True}]):
+        for choice in (
+            None,
+            {"type": "auto"},
+            {"type": "any"},
+            {"type": "none"},
+            {"type": "tool", "name": "get_weather"},
+        ):
+            yield {"messages": ask, "tools": tools} | ({} if choice is None else {"tool_choice": choice})
+    use = {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"city": "Zürich", "n": [1, 2.0]}}
+    for content in ("sunny", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], [], None):
+        answer = {"type": "tool_result", "tool_use_id": "t1"} | (
+            {} if content is None else {"content": content}
+        )
+        yield {
+            "messages": [user("q"), assistant([{"type": "text", "text": "I look"}, use]), user([answer])],
+            "tools": [weather],
+        }
+        yield {
+            "messages": [
+                user("q"),
+                assistant(
+                    [
+                        {"type": "thinking", "thinking": "hm", "signature": "s"},
+                        use,
+                        {**use, "id": "t2", "input": {}},
+                    ]
+                ),
+                user(
+                    [
+                        answer,
+                        {**answer, "tool_use_id": "t2", "is_error": True},
+                        {"type": "text", "text": "and?"},
+                    ]
+                ),
+                assistant([{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "done"}]),
+                user("next"),
+            ],
+            "tools": [weather],
+        }
+    yield {"messages": [user("q"), assistant([]), user("r")]}
+    yield {
+        "messages": [
+            user("q"),
+            assistant([{"type": "thinking", "thinking": "only", "signature": ""}]),
+            user("r"),
+        ]
+    }
+    yield {"messages": ask, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    yield {"messages": ask, "thinking": {"type": "adaptive"}}
+    for effort in ("low", "high", "max"):
+        yield {"messages": ask, "output_config": {"effort": effort}}
+    yield {"messages": ask, "chat_template_kwargs": {"enable_thinking": False}, "cache_salt": "t"}
+    yield {"messages": [user("q"), assistant("prefill")]}
+
+
+def _responses_bodies() -> Iterator[Body]:
+    ask = user("q")
+    tool = {
+        "type": "function",
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object"},
+        "strict": True,
+    }
+    for text in FRAGMENTS:
+        yield {"input": text, "instructions": text}
+    yield {"input": [ask]}
+    yield {"input": [{"type": "message", **ask}], "instructions": "be brief"}
+    yield {"input": [user([{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}])]}
+    yield {"input": [system("s"), {"role": "developer", "content": "d"}, ask]}
+    yield {"input": [ask, assistant("ok"), ask]}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "said"}]}
+    two = {**said, "content": [*said["content"], {"type": "output_text", "text": "second"}]}
+    why = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "why"}]}
+    summary = {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "in short"}]}
+    calls = [
+        {"type": "function_call", "call_id": f"c{i}", "name": "f", "arguments": arguments}
+        for i, arguments in enumerate(ARGUMENTS)
+    ]
+    out = {"type": "function_call_output", "call_id": "c0", "output": "result"}
+    parts = {**out, "output": [{"type": "input_text", "text": "p1"}, {"type": "input_text", "text": "p2"}]}
+    yield {"input": [ask, said, ask]}
+    yield {"input": [ask, two, {**two, "id": "m", "status": "completed"}, ask]}
+    for one in calls:
+        yield {"input": [ask, one, out], "tools": [tool]}
+    yield {"input": [ask, why, calls[0], out], "tools": [tool]}
+    yield {"input": [ask, why, said, calls[0], calls[1], out, {**out, "call_id": "c1"}, ask], "tools": [tool]}
+    yield {"input": [ask, summary, said, why, ask]}
+    yield {"input": [ask, said, why, calls[0], parts], "instructions": "again"}
+    yield {"input": [ask, {**calls[0], "namespace": "ns"}, out]}
+    custom = {"type": "custom_tool_call", "call_id": "c9", "name": "n", "input": 'free "text" ü'}
+    yield {"input": [ask, custom, {"type": "custom_tool_call_output", "call_id": "c9", "output": "o"}]}
+    yield {"input": [ask, {**said, "id": "m", "status": "in_progress"}]}
+    yield {"input": [ask, {**said, "id": "m", "status": "incomplete"}]}
+    bare = {"type": "function", "name": "g"}
+    for tools in (
+        [tool],
+        [tool, bare],
+        [bare, {"type": "web_search"}],
+        [{"type": "custom", "name": "c", "description": "x"}],
+    ):
+        yield {"input": "q", "tools": tools}
+        yield {"input": "q", "tools": tools, "tool_choice": "none"}
+    for effort in ("none", "low", "high"):
+        yield {"input": "q", "reasoning": {"effort": effort}}
+    yield {
+        "input": "q",
+        "chat_template_kwargs": {"enable_thinking": False},
+        "cache_salt": "t",
+        "max_output_tokens": 3,
+    }
