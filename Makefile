@@ -11,7 +11,7 @@ PYTHON  ?= python3
 VENV := .venv/.installed
 VLLM := .venv-vllm/.installed
 PIP_FLAGS := -qq --disable-pip-version-check
-PROJECT := .[mooncake,dev]
+PROJECT := .[mooncake,bench,dev]
 CODE := gateway store workers policies replay bench tests
 
 # $(call timed,NAME,COMMAND): runs COMMAND and says how long it took, keeping its exit code.

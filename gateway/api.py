@@ -9,10 +9,19 @@ import msgspec
 from gateway import errors
 from gateway.exchange import Headers
 from gateway.usage import AnswerTail
-from store.prompt.request import ChatPrompt, PromptRequest, Side, TextPrompt, TokensPrompt
+from store.prompt.request import (
+    ChatPrompt,
+    MessagesPrompt,
+    PromptRequest,
+    ResponsesPrompt,
+    Side,
+    TextPrompt,
+    TokensPrompt,
+)
 
-Api = Literal["chat", "completions", "other"]
+Api = Literal["chat", "completions", "messages", "responses", "other"]
 S = TypeVar("S", bound=msgspec.Struct)
+_RESPONSE_ENDS = (b"response.completed", b"response.incomplete", b"response.failed", b"error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +42,20 @@ class ParsedTurn:
 
     def complete(self, tail: AnswerTail) -> bool:
         """Whether an event stream that ended did so in its API's own way."""
+        if self.api == "messages":
+            return tail.last_event() in (b"message_stop", b"error")
+        if self.api == "responses":
+            return tail.last_event() in _RESPONSE_ENDS
         return tail.total > 0 and (self.api == "other" or tail.ends_with_done())
 
     def error_event(self, tail: AnswerTail, error: errors.ApiError) -> bytes:
         """The last event of a stream that broke off: no client takes what came before for whole."""
-        gap = b"" if not tail.total or tail.bytes().endswith(b"\n\n") else b"\n\n"
+        gap = b"" if not tail.total or tail.content().endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
+        if self.api == "messages":
+            return gap + b"event: error\ndata: " + errors.body(error, "anthropic") + b"\n\n"
+        if self.api == "responses":
+            failed = {"type": "error", "code": error.code, "message": error.message, "param": None}
+            return gap + b"event: error\ndata: " + msgspec.json.encode(failed) + b"\n\n"
         return gap + b"data: " + errors.body(error, "openai") + b"\n\n"
 
 
@@ -89,6 +107,41 @@ class _CompletionShape(msgspec.Struct):
     cache_salt: str | None = None
 
 
+class _MessagesTurn(MessagesPrompt, kw_only=True):
+    """A /v1/messages body in one pass."""
+
+    model: str
+    messages: list[dict[str, Any]]  # pyright: ignore[reportIncompatibleVariableOverride]
+    stream: bool | None = None
+    kv_transfer_params: msgspec.Raw | None = None
+
+
+class _Messages(msgspec.Struct):
+    """The least that a messages body must be."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    stream: bool | None = None
+    kv_transfer_params: msgspec.Raw | None = None
+
+
+class _ResponsesTurn(ResponsesPrompt, kw_only=True):
+    """A /v1/responses body in one pass."""
+
+    model: str
+    stream: bool | None = None
+    kv_transfer_params: msgspec.Raw | None = None
+
+
+class _Responses(msgspec.Struct):
+    """The least that a responses body must be."""
+
+    model: str
+    input: str | list[Any]
+    stream: bool | None = None
+    kv_transfer_params: msgspec.Raw | None = None
+
+
 class _Other(msgspec.Struct):
     model: str | None = None
     kv_transfer_params: msgspec.Raw | None = None
@@ -138,6 +191,31 @@ def _completion(body: bytes) -> ParsedTurn:
         reads_cache=head.prompt_logprobs is None and not (head.echo and head.logprobs is not None),
         one_sequence=single,
     )
+
+
+def _messages(body: bytes) -> ParsedTurn:
+    return _whole("messages", body, _MessagesTurn, _Messages)
+
+
+def _responses(body: bytes) -> ParsedTurn:
+    return _whole("responses", body, _ResponsesTurn, _Responses)
+
+
+def _whole(
+    api: Api,
+    body: bytes,
+    whole: type[_MessagesTurn | _ResponsesTurn],
+    least: type[_Messages | _Responses],
+) -> ParsedTurn:
+    """A body whose prompt is the body itself; one that is only the least it must be has an unknown prompt."""
+    try:
+        turn = msgspec.json.decode(body, type=whole, strict=False)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        head = _decode(body, least)
+        _refuse_transfer(head.kv_transfer_params)
+        return ParsedTurn(api, head.model, unknown="invalid")
+    _refuse_transfer(turn.kv_transfer_params)
+    return ParsedTurn(api, turn.model, turn)
 
 
 def _prompts(given: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
@@ -208,4 +286,6 @@ def _refuse_transfer(params: msgspec.Raw | None) -> None:
 _READERS: Mapping[str, Callable[[bytes], ParsedTurn]] = {
     "/v1/chat/completions": _chat,
     "/v1/completions": _completion,
+    "/v1/messages": _messages,
+    "/v1/responses": _responses,
 }

@@ -141,7 +141,7 @@ class Parity:
         self._differences[key] = difference
 
 
-_TOOL = {
+_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "read_file",
@@ -177,6 +177,30 @@ _CHATS: tuple[dict[str, Any], ...] = (
         ],
     },
 )
+_READ: dict[str, Any] = {"type": "tool_use", "id": "t1", "name": "read_file", "input": {"path": "a.txt"}}
+_MESSAGES: tuple[dict[str, Any], ...] = (
+    {"messages": [{"role": "user", "content": "Hello,  wörld \n\n 你好 🌍"}]},
+    {
+        "system": [{"type": "text", "text": "Use tools."}],
+        "tools": [{"name": "read_file", "input_schema": {"type": "object", "properties": {"path": {}}}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Read a.txt"}]},
+            {"role": "assistant", "content": [_READ]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "line\n"}]},
+        ],
+    },
+)
+_RESPONSES: tuple[dict[str, Any], ...] = (
+    {"input": "Hello,  wörld \n\n 你好 🌍"},
+    {
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "user", "content": "One"},
+            {"role": "assistant", "content": "Two"},
+            {"role": "user", "content": [{"type": "input_text", "text": "Three"}]},
+        ],
+    },
+)
 _TEXTS = ("Hello,  wörld", "def f(x):\n    return x + 1\n\n\n# 你好 🌍", " leading and trailing ")
 
 
@@ -184,4 +208,6 @@ def sample_bodies(model: str) -> list[tuple[str, bytes]]:
     """(path, body) pairs that show most ways in which two renderings can differ."""
     chats = [("/v1/chat/completions", {"model": model, **chat}) for chat in _CHATS]
     texts = [("/v1/completions", {"model": model, "prompt": text}) for text in _TEXTS]
-    return [(path, msgspec.json.encode(body)) for path, body in (*chats, *texts)]
+    messages = [("/v1/messages", {"model": model, "max_tokens": 1, **each}) for each in _MESSAGES]
+    responses = [("/v1/responses", {"model": model, **each}) for each in _RESPONSES]
+    return [(path, msgspec.json.encode(body)) for path, body in (*chats, *texts, *messages, *responses)]

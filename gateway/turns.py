@@ -251,7 +251,7 @@ class TurnApp:
         ttft = None if turn.first_byte is None else turn.first_byte - turn.started
         if ttft is not None:
             self._metrics.ttft(ttft)
-        usage = parse_usage(turn.tail.bytes()) if turn.outcome == "ok" and parsed.one_sequence else None
+        usage = parse_usage(turn.tail.content()) if turn.outcome == "ok" and parsed.one_sequence else None
         cached = usage.cached_tokens if usage else None
         total = time.perf_counter() - turn.started
         self._decisions.finish(turn.record, Outcome(turn.outcome, turn.status, cached, ttft, total))

@@ -1,12 +1,15 @@
 """What an answer says about itself: usage and the proper end of a stream, read from its last bytes."""
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any, cast
 
 # Enough for the closing events of every API and for the tail of a JSON answer that carries usage.
 _TAIL_BYTES = 1 << 16
 _USAGE = b'"usage":'
+_FIELDS = (("prompt_tokens", "prompt_tokens_details"), ("input_tokens", "input_tokens_details"))
+_EVENT = re.compile(rb"^event: ?([^\r\n]*)", re.MULTILINE)
 _decoder = json.JSONDecoder()
 
 
@@ -23,7 +26,7 @@ def _count(value: object) -> int | None:
 
 
 def parse_usage(tail: bytes) -> Usage | None:
-    """The last usage object in `tail`, of the OpenAI kind. None if there is none that makes sense.
+    """The last usage object in `tail`, of any API. None if there is none that makes sense.
 
     A quoted `"usage":` inside generated text is escaped there, so it can't be taken for the field.
     """
@@ -37,15 +40,24 @@ def parse_usage(tail: bytes) -> Usage | None:
             continue
         if not isinstance(found, dict):
             continue
-        usage = cast(dict[str, Any], found)
-        prompt = _count(usage.get("prompt_tokens"))
-        if prompt is None:
+        usage = _usage(cast(dict[str, Any], found))
+        if usage is not None:
+            return usage
+    return None
+
+
+def _usage(fields: dict[str, Any]) -> Usage | None:
+    """From the fields of any API; only messages counts the cached tokens apart from the others."""
+    read = _count(fields.get("cache_read_input_tokens"))
+    for prompt, details in _FIELDS:
+        tokens = _count(fields.get(prompt))
+        if tokens is None:
             continue
-        details = usage.get("prompt_tokens_details")
-        cached = (
-            _count(cast(dict[str, Any], details).get("cached_tokens")) if isinstance(details, dict) else None
-        )
-        return Usage(prompt, cached)
+        if read is not None:
+            return Usage(tokens + read, read)
+        more = fields.get(details)
+        cached = _count(cast(dict[str, Any], more).get("cached_tokens")) if isinstance(more, dict) else None
+        return Usage(tokens, cached)
     return None
 
 
@@ -67,11 +79,16 @@ class AnswerTail:
             self._chunks = [b"".join(self._chunks)[-_TAIL_BYTES:]]
             self._size = _TAIL_BYTES
 
-    def bytes(self) -> bytes:
+    def content(self) -> bytes:
         return b"".join(self._chunks)[-_TAIL_BYTES:]
+
+    def last_event(self) -> bytes:
+        """The name of the last named event, b"" if there is none in the tail."""
+        names = _EVENT.findall(self.content())
+        return names[-1] if names else b""
 
     def ends_with_done(self) -> bool:
         """Whether an OpenAI event stream was closed by its terminator."""
-        return self.bytes().rstrip().endswith(b"data: [DONE]") or self.bytes().rstrip().endswith(
+        return self.content().rstrip().endswith(b"data: [DONE]") or self.content().rstrip().endswith(
             b"data:[DONE]"
         )

@@ -58,7 +58,7 @@ def test_the_tail_is_bounded_and_is_the_end_of_what_was_fed(chunks: list[bytes])
         tail.feed(chunk)
     whole = b"".join(chunks)
     assert tail.total == len(whole)
-    assert tail.bytes() == whole[-(1 << 16) :]
+    assert tail.content() == whole[-(1 << 16) :]
 
 
 @pytest.mark.parametrize("end", [b"data: [DONE]\n\n", b"data:[DONE]\r\n\r\n", b"data: [DONE]"])

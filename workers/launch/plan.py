@@ -19,11 +19,6 @@ from workers.launch.supervisor import Supervised
 GATEWAY_READY_S, SIM_READY_S = 60.0, 30.0
 # About 17 s on two idle cores; a busy machine or a real model takes its time.
 VLLM_READY_S = 600.0
-# Until this has passed, the master still offers the blocks of a worker that died, and a vLLM worker that is
-# to load one tries again and again (170 times a second, with the policy "recompute") instead of computing.
-# Measured on 2 cores: such a turn takes 4.9 s with 5, 1.7 to 2.5 s with 2. Clients ping once a second; eight
-# busy loops beside the fleet for 20 s made no living one expire.
-CLIENT_TTL_S = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +93,6 @@ class Plan:
             rpc_port=int(self.pool.rpartition(":")[2]),
             http_port=self.pool_http_port,
             log=self._new_log("mooncake-master"),
-            client_ttl_s=CLIENT_TTL_S,
         )
         return cast("Supervised", master)  # its constant name is a property to the protocol
 
