@@ -5,10 +5,13 @@ from key to run. Every answer is exact: no search assumes that a target holds al
 """
 
 import sys
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from store.events import Tier
 from store.runs import LIMIT, ONES, Run, leading, numbers_of, stretches
@@ -20,9 +23,21 @@ _RUN_BYTES: Final = 700
 _COPY_BYTES: Final = 130
 
 
+class IndexSnapshot(msgspec.Struct, frozen=True, array_like=True):
+    """What an index held. holders: target, tier, group, number, need, loose, more; runs: keys as 64-bit words
+    of this machine, numbers of those that hold all, (number, mask in decimal) of those that hold some."""
+
+    holders: list[tuple[str, Tier, int, int, int | None, dict[int, int], dict[int, int]]]
+    runs: list[tuple[bytes, list[int], list[tuple[int, str]]]]
+
+
 @dataclass(slots=True, eq=False)
 class _Holder:
-    """One tier of one KV group of one target. number: its bit in the runs' masks."""
+    """One tier of one KV group of one target. number: its bit in the runs' masks.
+
+    need: None for full attention. A sliding-window group needs this many blocks before the end of a prefix;
+    it announces a few blocks here and there, so its copies are counted in `loose`, by key, and not in runs.
+    """
 
     target: str
     tier: Tier
@@ -32,6 +47,8 @@ class _Holder:
     blocks: int = 0
     runs: set[Run] = field(default_factory=set["Run"])
     more: dict[int, int] = field(default_factory=dict[int, int])  # copies beyond the first, by key
+    need: int | None = None
+    loose: dict[int, int] = field(default_factory=dict[int, int])
 
 
 class BlockIndex:
@@ -44,7 +61,8 @@ class BlockIndex:
         stored("w1", [k0, k1], parent=None)  match([k0, k1, k2, k3]) == {"w1": 4}
 
     An engine announces every physical copy of a block, and its end, separately: a block counts as held until
-    as many copies were removed as were stored. Not thread-safe, never blocks.
+    as many copies were removed as were stored. A model with several KV groups hits where all of them do (see
+    `describe`). Not thread-safe, never blocks.
     """
 
     def __init__(self, *, max_bytes: int | None = None) -> None:
@@ -62,9 +80,25 @@ class BlockIndex:
         self._recent: OrderedDict[Run, None] = OrderedDict()  # the least recently used first
         self._holders: dict[tuple[str, Tier, int], _Holder] = {}
         self._by_number: list[_Holder | None] = []
-        self._tiers: dict[Tier, int] = {}
+        self._tiers: dict[Tier, int] = {}  # the bits of those holders in runs that are believed
+        self._hybrids: dict[tuple[str, Tier], list[_Holder]] = {}
 
     # ------------------------------------------------------------------ events
+
+    def describe(self, target: str, group: int, need: int | None, *, tier: Tier = "gpu") -> None:
+        """What a KV group of `target` is: full attention (None, as long as nothing is said), or a window.
+
+        `need`: blocks that a window group must hold right before the end of a prefix, ceil((window - 1) /
+        block size). A prefix counts if every full group holds all of it and every window group its end.
+        """
+        holder = self._holders.get((target, tier, group))
+        if holder is None:
+            if need is None:
+                return
+            holder = self._new_holder(target, tier, group)
+        if holder.need != need:
+            self._drop(holder)
+            self._new_holder(target, tier, group, need)
 
     def stored(
         self, target: str, keys: Sequence[int], parent: int | None, *, tier: Tier = "gpu", group: int = 0
@@ -73,6 +107,11 @@ class BlockIndex:
         if not keys:
             return
         holder = self._holders.get((target, tier, group)) or self._new_holder(target, tier, group)
+        if holder.need is not None:
+            for key in keys:
+                holder.loose[key] = holder.loose.get(key, 0) + 1
+            holder.blocks = len(holder.loose)
+            return
         if self._slot.keys().isdisjoint(keys):
             run = self._append(holder, keys, parent)
         else:
@@ -90,7 +129,14 @@ class BlockIndex:
         if holder is None:
             return
         for key in keys:
-            self._remove(holder, key)
+            if holder.need is None:
+                self._remove(holder, key)
+            elif holder.loose.get(key, 0) > 1:
+                holder.loose[key] -= 1
+            else:
+                holder.loose.pop(key, None)
+        if holder.need is not None:
+            holder.blocks = len(holder.loose)
         self._shrink()
 
     def cleared(self, target: str, *, tier: Tier | None = "gpu") -> None:
@@ -105,9 +151,23 @@ class BlockIndex:
 
     # ------------------------------------------------------------------ questions
 
-    def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """How many leading blocks of `keys` each target holds in tier gpu; targets with none are left out."""
-        return {self._named(number).target: blocks for number, blocks in self._match(keys, "gpu").items()}
+    def match(self, keys: Sequence[int], *, tier: Tier = "gpu", limit: int | None = None) -> dict[str, int]:
+        """How many leading blocks of `keys` each target holds in `tier`; targets with none are left out.
+
+        `limit`: blocks that an engine would use at most, (prompt tokens - 1) // block size. It must be given
+        where window groups may be: for them a shorter prefix may be none at all.
+        """
+        end = len(keys) if limit is None else min(limit, len(keys))
+        found = self._match(keys, end, tier)
+        matched: dict[str, int] = {}
+        for number, blocks in found.items():
+            target = self._named(number).target
+            if (target, tier) not in self._hybrids:
+                matched[target] = blocks
+        for (target, of), holders in self._hybrids.items():
+            if of == tier and (blocks := _common_hit(holders, found, keys)):
+                matched[target] = blocks
+        return matched
 
     def sizes(self) -> dict[tuple[str, Tier], int]:
         """Distinct blocks by (target, tier), orphans included; several groups add up."""
@@ -121,15 +181,16 @@ class BlockIndex:
     def memory(self) -> int:
         """Bytes taken, estimated from counts."""
         copies = sum(len(holder.more) for holder in self._holders.values())
+        copies += sum(len(holder.loose) for holder in self._holders.values())
         own = len(self._slot) * _BLOCK_BYTES + len(self._recent) * _RUN_BYTES + copies * _COPY_BYTES
         return sys.getsizeof(self._slot) + own
 
-    def _match(self, keys: Sequence[int], tier: Tier) -> dict[int, int]:
+    def _match(self, keys: Sequence[int], end: int, tier: Tier) -> dict[int, int]:
         """Leading blocks of `keys` by holder's number."""
         found: dict[int, int] = {}
         slot, runs = self._slot, self._runs
         path: list[Run] = []
-        active, at, end = self._tiers.get(tier, 0), 0, len(keys)
+        active, at = self._tiers.get(tier, 0), 0
         while active and at < end:
             key = keys[at]
             number = slot.get(key)
@@ -139,7 +200,7 @@ class BlockIndex:
             assert run is not None
             path.append(run)
             offset = 0 if key == run.first else run.offset(key)
-            span = run.shared(offset, keys, at)
+            span = run.shared(offset, keys, at, end)
             whole = active & run.full
             for holder, bits in run.partial.items():
                 if active >> holder & 1:
@@ -160,15 +221,64 @@ class BlockIndex:
             self._recent.move_to_end(run)
         return found
 
+    # ------------------------------------------------------------------ snapshot
+
+    def capture(self) -> "IndexSnapshot":
+        """A copy to be encoded at leisure: takes about 5 ms a million blocks, sharing what cannot change."""
+        return IndexSnapshot(
+            [
+                (h.target, h.tier, h.group, h.number, h.need, dict(h.loose), dict(h.more))
+                for h in self._holders.values()
+            ],
+            [
+                (run.packed, list(numbers_of(run.full)), [(n, str(b)) for n, b in run.partial.items()])
+                for run in self._recent
+            ],
+        )
+
+    @classmethod
+    def restore(cls, snapshot: "IndexSnapshot", *, max_bytes: int | None = None) -> "BlockIndex":
+        """An index that holds what was captured but credits none of it: see `admit`."""
+        index = cls(max_bytes=max_bytes)
+        holders: dict[int, _Holder] = {}
+        for target, tier, group, number, need, loose, more in snapshot.holders:
+            holder = holders[number] = index._new_holder(target, tier, group, need)
+            holder.loose, holder.more, holder.blocks = loose, more, len(loose)
+            index._tiers[tier] = 0
+        for packed, full, partial in snapshot.runs:
+            run = index._new_run(array("Q", packed).tolist(), None)
+            for number, bits in [*((n, ONES[run.size]) for n in full), *((n, int(b)) for n, b in partial)]:
+                holder = holders[number]
+                run.put(holder.number, bits)
+                holder.blocks += bits.bit_count()
+                holder.runs.add(run)
+            run.dead = run.size - run.held().bit_count()
+        return index
+
+    def admit(self, target: str) -> None:
+        """Believe what was restored of `target`: it is the same still, and none of its events is missing."""
+        for holder in self._holders.values():
+            if holder.target == target and holder.need is None:
+                self._tiers[holder.tier] |= holder.bit
+
     # ------------------------------------------------------------------ holders
 
-    def _new_holder(self, target: str, tier: Tier, group: int) -> _Holder:
+    def _new_holder(self, target: str, tier: Tier, group: int, need: int | None = None) -> _Holder:
         number = next((n for n, h in enumerate(self._by_number) if h is None), len(self._by_number))
-        holder = _Holder(target, tier, group, number, 1 << number)
+        holder = _Holder(target, tier, group, number, 1 << number, need=need)
         self._by_number[number : number + 1] = [holder]
         self._holders[target, tier, group] = holder
-        self._tiers[tier] = self._tiers.get(tier, 0) | holder.bit
+        if need is None:
+            self._tiers[tier] = self._tiers.get(tier, 0) | holder.bit
+        self._note_hybrid(target, tier)
         return holder
+
+    def _note_hybrid(self, target: str, tier: Tier) -> None:
+        groups = [h for h in self._holders.values() if h.target == target and h.tier == tier]
+        if len(groups) > 1 or any(h.need is not None for h in groups):
+            self._hybrids[target, tier] = groups
+        else:
+            self._hybrids.pop((target, tier), None)
 
     def _named(self, number: int) -> _Holder:
         holder = self._by_number[number]
@@ -180,9 +290,10 @@ class BlockIndex:
             run.put(holder.number, 0)
             run.dead = run.size - run.held().bit_count()
             self._tidy(run)
-        self._tiers[holder.tier] &= ~holder.bit
+        self._tiers[holder.tier] = self._tiers.get(holder.tier, 0) & ~holder.bit
         self._by_number[holder.number] = None
         del self._holders[holder.target, holder.tier, holder.group]
+        self._note_hybrid(holder.target, holder.tier)
 
     # ------------------------------------------------------------------ storing and removing
 
@@ -355,3 +466,30 @@ class BlockIndex:
         while self._runs and self._runs[-1] is None:
             self._runs.pop()
         self._free = [number for number, run in enumerate(self._runs) if run is None]
+
+
+def _common_hit(holders: Sequence[_Holder], found: dict[int, int], keys: Sequence[int]) -> int:
+    """The longest prefix on which all groups of a target agree; `found`: what those in runs hold."""
+    full = [holder for holder in holders if holder.need is None]
+    hit = min((found.get(holder.number, 0) for holder in full), default=0)
+    listed = list(keys[:hit])
+    before = -1
+    while hit and hit != before:
+        before = hit
+        for holder in holders:
+            if holder.need is not None:
+                hit = _window_hit(holder.loose, listed, hit, holder.need)
+    return hit
+
+
+def _window_hit(held: dict[int, int], keys: Sequence[int], end: int, need: int) -> int:
+    """The longest prefix of at most `end` blocks whose last `need` blocks (or all, if fewer) are held."""
+    found = 0
+    at = end
+    while at and found < need:
+        at -= 1
+        if keys[at] in held:
+            found += 1
+        else:
+            end, found = at, 0
+    return end

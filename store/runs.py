@@ -74,9 +74,9 @@ class Run:
                 high = middle - 1
         return low
 
-    def shared(self, offset: int, keys: Sequence[int], at: int) -> int:
-        """The same as `common` for keys that are known to be one chain: looks at a few of them only."""
-        length = min(self.size - offset, len(keys) - at)
+    def shared(self, offset: int, keys: Sequence[int], at: int, end: int) -> int:
+        """The same as `common` for `keys` up to `end` that are one chain: looks at a few of them only."""
+        length = min(self.size - offset, end - at)
         last = self.last if offset + length == self.size else self._key(offset + length - 1)
         if keys[at + length - 1] == last:
             return length

@@ -108,6 +108,11 @@ class Sequencer:
         return "exact" if self.complete else "degraded"
 
     @property
+    def proven(self) -> bool:
+        """Whether the publisher is known to be the one that `mark` is of."""
+        return self._connected and self._same_life and self.mark is not None
+
+    @property
     def replaying(self) -> bool:
         return self._replay is not _Replay.NONE
 

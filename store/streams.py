@@ -7,7 +7,7 @@ here, on the event loop, batches are decoded and handed to the sink, a few milli
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -86,6 +86,7 @@ class _Stream:
     last_event: float | None = None
     proven: float | None = None
     next_proof: float = float("inf")
+    on_same: Callable[[], None] | None = None
 
 
 class EventStreams:
@@ -124,11 +125,18 @@ class EventStreams:
         if drain is not None:
             await asyncio.to_thread(drain.stop)
 
-    def subscribe(self, source: EventSource, since: StreamMark | None = None) -> None:
+    def subscribe(
+        self,
+        source: EventSource,
+        since: StreamMark | None = None,
+        on_same: Callable[[], None] | None = None,
+    ) -> None:
         """Follow `source`, from the first batch its replay has or on from `since`, if it is still the same.
 
         Does nothing if it is followed already. The sink must hold nothing of the target, or with `since`
-        what was known then.
+        what was known then. `on_same` is called once a replay has proven that the publisher is the one that
+        `since` is of and has brought all that happened since. Before that it must not be believed; if it is
+        another publisher, the sink is told to forget it.
         """
         known = self._streams.get(source.target)
         if known is not None:
@@ -140,7 +148,8 @@ class EventStreams:
             mark=since.mark if since else None,
             complete=since.complete if since else False,
         )
-        stream = self._streams[source.target] = _Stream(source, sequencer, Inbox())
+        stream = _Stream(source, sequencer, Inbox(), on_same=on_same if since else None)
+        self._streams[source.target] = stream
         if self._drain is not None:
             self._drain.open(source, stream.inbox)
 
@@ -165,6 +174,12 @@ class EventStreams:
         stream.connection += 1
         stream.request = 0
         self._drain.reconnect(target)
+
+    def confirmed(self, target: str) -> None:
+        """Something else than the stream has just shown that what is known of `target` holds."""
+        stream = self._streams.get(target)
+        if stream is not None:
+            stream.proven = time.monotonic()
 
     def status(self) -> dict[str, StreamStatus]:
         now = time.monotonic()
@@ -247,8 +262,12 @@ class EventStreams:
             yield from sequencer.live(seq, payload)
 
     def _replay_is_done(self, stream: _Stream) -> None:
-        if not stream.sequencer.replaying:
-            stream.proven = time.monotonic()
+        if stream.sequencer.replaying:
+            return
+        stream.proven = time.monotonic()
+        if stream.on_same is not None and stream.sequencer.proven:
+            on_same, stream.on_same = stream.on_same, None
+            on_same()
 
     def _deliver(self, stream: _Stream, action: Deliver) -> None:
         target = stream.source.target
@@ -278,6 +297,7 @@ class EventStreams:
 
     def _reset(self, stream: _Stream, why: str) -> None:
         stream.resets += 1
+        stream.on_same = None
         logger.info("forgetting the blocks of %s: %s", stream.source.target, why)
         self._sink.reset(stream.source.target, why)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from store.events import EventBatch
+from store.index import BlockIndex
 from store.knowledge import Knowledge
 from store.streams import EventSource, EventStreams, StreamStatus
 
@@ -445,3 +446,64 @@ async def test_closing_leaves_no_thread(rig: Rig) -> None:
     assert drain is not None
     await rig.streams.close()
     assert not drain._thread.is_alive()
+
+
+async def continued(rig: Rig, after_snapshot: Callable[[], None]) -> tuple[Watched, EventStreams]:
+    """A second gateway that starts from a snapshot of the first one's knowledge."""
+    snapshot, marks = rig.sink.knowledge.index.capture(), rig.streams.marks()
+    await rig.streams.close()
+    after_snapshot()
+    index = BlockIndex.restore(snapshot)
+    sink = Watched(Knowledge(index=index))
+    streams = EventStreams(sink, proof_interval_s=0.2, replay_silence_s=0.5)
+    await streams.start()
+    source = EventSource("w", f"tcp://127.0.0.1:{rig.port}", f"tcp://127.0.0.1:{rig.replay_port}")
+    assert sink.match(1) == 0, "nothing is believed before it is proven"
+    streams.subscribe(source, marks["w"], lambda: index.admit("w"))
+    rig.sink, rig.streams = sink, streams
+    return sink, streams
+
+
+async def test_a_snapshot_counts_once_the_same_publisher_has_told_the_rest(rig: Rig) -> None:
+    publisher = rig.publisher(buffer=5)
+    rig.follow()
+    await rig.following()
+    for key in range(1, 11):
+        publisher.publish(stored([key], parent=key - 1 or None))
+    await rig.until(lambda: rig.sink.match(*range(1, 11)) == 10)
+
+    def meanwhile() -> None:
+        publisher.publish(removed([10]))
+        publisher.publish(stored([21], parent=9))
+
+    sink, _ = await continued(rig, meanwhile)
+    await rig.following()
+    assert sink.match(*range(1, 10), 21) == 10  # although the replay begins long after batch 0
+    assert sink.match(*range(1, 11)) == 9
+    assert not sink.resets
+
+
+@pytest.mark.parametrize("how", ["restarted", "moved on"])
+async def test_b009_a_snapshot_of_another_life_or_with_a_gap_is_forgotten(rig: Rig, how: str) -> None:
+    publisher = rig.publisher(buffer=3)
+    rig.follow()
+    await rig.following()
+    for key in range(1, 4):
+        publisher.publish(stored([key], parent=key - 1 or None))
+    await rig.until(lambda: rig.sink.match(1, 2, 3) == 3)
+
+    def meanwhile() -> None:
+        if how == "restarted":
+            rig.kill(publisher)
+            new = rig.publisher(start=1000.0)
+            for key in range(11, 16):
+                new.publish(stored([key], parent=key - 1 if key > 11 else None))
+        else:
+            for key in range(11, 16):
+                publisher.publish(removed([1]) if key == 11 else stored([key]))
+
+    sink, _ = await continued(rig, meanwhile)
+    await rig.until(lambda: rig.status.last_seq is not None and bool(sink.resets) and sink.match(15) >= 0)
+    await rig.until(lambda: rig.status.state != "catching-up")
+    assert sink.match(1, 2, 3) == 0
+    assert rig.status.state == ("exact" if how == "restarted" else "degraded")

@@ -1,0 +1,123 @@
+"""The hit rule of hybrid models, on the table measured on real vLLM (window 64, block size 32)."""
+
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store.events import BlockStored, EventBatch
+from store.index import BlockIndex
+from store.knowledge import Knowledge
+
+SIZE, WINDOW, NEED = 32, 64, 2
+SWA, FULL = 0, 1
+
+
+def hybrid(full: Iterable[int], window: Iterable[int]) -> BlockIndex:
+    index = BlockIndex()
+    index.describe("w", SWA, NEED)
+    index.stored("w", list(full), None, group=FULL)
+    index.stored("w", list(window), None, group=SWA)
+    return index
+
+
+def cached(index: BlockIndex, prompt_tokens: int, keys: list[int]) -> int:
+    """Tokens an engine would report for a prompt whose full blocks are `keys`."""
+    return index.match(keys, limit=(prompt_tokens - 1) // SIZE).get("w", 0) * SIZE
+
+
+A = list(range(1, 100))  # one conversation's blocks
+B = [*A[:5], *range(201, 260)]  # another that shares its first 160 tokens
+
+
+@pytest.mark.parametrize(
+    ("full", "window", "tokens", "keys", "expected"),
+    [
+        pytest.param(A[:10], A[8:10], 325, A[:10], 320, id="repeat of a 325-token prompt"),
+        pytest.param(A[:10], A[8:10], 389, A[:12], 320, id="the same and 64 tokens more"),
+        pytest.param(A[:10], A[8:10], 325, B[:10], 0, id="a sibling sharing 160, the first time"),
+        pytest.param(
+            A[:10], [*A[8:10], *A[3:5]], 325, B[:10], 160, id="the second sibling, after a junction"
+        ),
+        pytest.param(A[:11], A[:2], 400, A[:12], 64, id="turn 2 after 70 prompt and 300 generated tokens"),
+        pytest.param(A[:10], A[7:9], 320, A[:10], 288, id="repeat of exactly 320 tokens"),
+        pytest.param(A[:10], A[7:9], 360, A[:11], 288, id="40 tokens after exactly 320"),
+        pytest.param(A[:12], A[8:12], 380, A[:11], 352, id="any end within consecutive window blocks"),
+        pytest.param(A[:1], A[:1], 40, A[:1], 32, id="a prefix of one block"),
+        pytest.param(A[:10], A[:10], 325, B[:10], 160, id="dense retention"),
+        pytest.param(A[:10], [], 325, A[:10], 0, id="no window blocks at all"),
+        pytest.param(A[:4], A[8:10], 325, A[:10], 0, id="window blocks beyond what the full group has"),
+    ],
+)
+def test_b052_a_hybrid_model_hits_where_all_groups_do(
+    full: list[int], window: list[int], tokens: int, keys: list[int], expected: int
+) -> None:
+    assert cached(hybrid(full, window), tokens, keys) == expected
+
+
+def test_b052_groups_are_removed_separately() -> None:
+    index = hybrid(A[:10], A[8:10])
+    index.removed("w", [A[9]], group=FULL)
+    assert cached(index, 325, A[:10]) == 0
+    index.stored("w", [A[9]], A[8], group=FULL)
+    assert cached(index, 325, A[:10]) == 320
+    index.removed("w", [A[8]], group=SWA)
+    assert cached(index, 325, A[:10]) == 0
+    index.drop("w")
+    assert index.sizes() == {}
+
+
+def test_b052_all_full_groups_must_hold_a_prefix_and_other_targets_are_not_touched() -> None:
+    index = BlockIndex()
+    index.stored("w", A[:5], None, group=0)
+    index.stored("w", A[:3], None, group=1)
+    index.stored("v", A[:4], None)
+    assert index.match(A[:5]) == {"w": 3, "v": 4}
+
+
+@given(st.sets(st.integers(0, 11)), st.sets(st.integers(0, 11)), st.integers(1, 4), st.integers(0, 12))
+def test_b052_the_longest_prefix_by_definition(
+    first: set[int], second: set[int], need: int, full: int
+) -> None:
+    keys = A[:12]
+    index = BlockIndex()
+    index.describe("w", 0, need)
+    index.describe("w", 1, 1)
+    index.stored("w", [keys[i] for i in first], None, group=0)
+    index.stored("w", [keys[i] for i in second], None, group=1)
+    index.stored("w", keys[:full], None, group=2)
+
+    def holds(n: int) -> bool:
+        return all(
+            set(range(max(0, n - wanted), n)) <= group for group, wanted in ((first, need), (second, 1))
+        )
+
+    assert index.match(keys).get("w", 0) == max(n for n in range(full + 1) if holds(n))
+
+
+def event(keys: list[int], group: int, kind: str, window: int | None = None, blocks: int = 10) -> BlockStored:
+    tokens = list(range(blocks * SIZE))
+    return BlockStored(keys, None, tokens, SIZE, "gpu", group, spec_kind=kind, window=window)
+
+
+def test_b052_events_say_which_group_is_which() -> None:
+    knowledge = Knowledge()
+    window = event(A[8:10], SWA, "sliding_window", WINDOW)
+    knowledge.batch("w", EventBatch(1.0, [window, event(A[:10], FULL, "full_attention")], 0))
+    assert cached(knowledge.index, 325, A[:10]) == 320
+    assert cached(knowledge.index, 325, B[:10]) == 0
+
+
+def test_b052_a_window_group_that_keeps_nothing_yet_promises_nothing() -> None:
+    knowledge = Knowledge()
+    window = event([], SWA, "sliding_window", WINDOW)
+    knowledge.batch("w", EventBatch(1.0, [window, event(A[:10], FULL, "full_attention")], 0))
+    assert cached(knowledge.index, 325, A[:10]) == 0
+
+
+def test_b052_kinds_whose_hits_are_not_understood_get_no_credit() -> None:
+    knowledge = Knowledge()
+    events = [event(A[:10], 0, "full_attention"), event(A[:10], 1, "mamba")]
+    knowledge.batch("w", EventBatch(1.0, [*events], 0))
+    assert cached(knowledge.index, 325, A[:10]) == 0
