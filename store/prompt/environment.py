@@ -64,8 +64,15 @@ class _Environment(ImmutableSandboxedEnvironment):
             # What Context.call comes to for a macro, after some searching for its kind.
             kwargs.pop("_block_vars", None)
             kwargs.pop("_loop_vars", None)
+            whole = not kwargs and len(args) == __obj._argument_count and _takes_only_arguments(__obj)  # pyright: ignore[reportPrivateUsage]
+            if whole and not __context.eval_ctx.autoescape:
+                return __obj._func(*args)  # pyright: ignore[reportPrivateUsage]
             return __obj(__context.eval_ctx, *args, **kwargs)
         return super().call(__context, __obj, *args, **kwargs)
+
+
+def _takes_only_arguments(macro: Macro) -> bool:
+    return not (macro.caller or macro.catch_kwargs or macro.catch_varargs)
 
 
 class _Generation(Extension):

@@ -9,9 +9,10 @@ from typing import Any
 
 import jinja2
 import pytest
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from store.hashing import HashScheme
-from store.prompt.environment import make_environment
+from store.prompt.environment import Printed, make_environment
 from store.prompt.local import LocalPrompts
 from store.prompt.messages import MessagesFacts, chat_of_messages
 from store.prompt.normalise import conversation, tools
@@ -169,3 +170,29 @@ def test_a_template_stays_in_its_sandbox(source: str) -> None:
     template = make_environment().from_string(source)
     with contextlib.suppress(jinja2.exceptions.SecurityError):
         assert not template.render(messages=[{"role": "user"}])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro m(a, b='x') %}{{ a }}{{ b }}{% endmacro %}{{ m(1) }}{{ m(1, 2) }}{{ m(b=3, a=4) }}{{ m() }}",
+        "{% macro m(a) %}{{ a }}{{ varargs }}{{ kwargs }}{% endmacro %}{{ m(1) }}{{ m(1, 2, k=3) }}",
+        "{% macro m(a) %}{{ a }}{{ caller() }}{% endmacro %}{% call m(1) %}inner{% endcall %}",
+        "{% macro m(a) %}{{ a }}{% endmacro %}{% for i in [1, 2] %}{{ m(i) }}{{ m(loop.index) }}{% endfor %}",
+        "{% autoescape true %}{% macro m(a) %}{{ a }}<{% endmacro %}{{ m('<b>') }}{% endautoescape %}",
+        "{% for m in messages %}{{ m.role }}{{ m['role'] }}{{ m.none }}{{ m.items() | list }}{{ m.get('x', 1) }}{% endfor %}",
+        "{% for m in messages %}{{ loop.first }}{{ loop.last }}{{ loop.index0 }}{{ loop.previtem is defined }}{% endfor %}",
+        "{% generation %}{{ messages[0].role }}{% endgeneration %}",
+        "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}{{ ns.x }}",
+        "{{ messages | tojson }}{{ messages[1] | tojson(indent=2) }}{{ messages[0].content | tojson(ensure_ascii=True) }}",
+        "{{ messages[1].args | tojson }}{{ messages[1].args | tojson(sort_keys=True) }}{{ messages[1].args.z }}{{ messages[1].args }}",
+        "{{ messages[1].args is mapping }}{{ messages[1].args.items() | list }}{{ messages[1].args | length }}{{ '{}'.format(1) }}",
+    ],
+)
+def test_the_environment_renders_as_that_of_transformers(source: str) -> None:
+    arguments = {"z": 1, "a": "<ü>"}
+    plain = [{"role": "user", "content": "é<b>"}, {"role": "tool", "args": arguments}]
+    ours = [plain[0], {**plain[1], "args": Printed(arguments)}]
+    expected = _compile_jinja_template(source).render(messages=plain)
+    assert make_environment().from_string(source).render(messages=ours) == expected
