@@ -9,6 +9,15 @@ import pytest_asyncio
 import real_fleet
 from real_fleet import RealFleet
 
+# The first test's time includes the start of the fleet: minutes on a machine that does other things as well.
+TEST_TIMEOUT_S = 420
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
+
 
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
