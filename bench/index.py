@@ -11,6 +11,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,8 +23,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from store.events import decode
+from store.hashing import Chain, Digests
 from store.index import BlockIndex
 from store.knowledge import Knowledge
+from store.snapshot import load, save
 
 EVENT = 128
 TOKENS = 16
@@ -59,9 +62,7 @@ def rss() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def times_us(
-    call: Callable[[list[int]], Any], chains: list[list[int]], repeats: int = 30
-) -> dict[str, float]:
+def times_us(call: Callable[[Any], Any], chains: Sequence[Any], repeats: int = 30) -> dict[str, float]:
     taken: list[float] = []
     for _ in range(repeats):
         for keys in chains:
@@ -77,6 +78,11 @@ def queries(chain: int, blocks: int) -> list[list[int]]:
     count = blocks // chain
     numbers = range(0, count, max(1, count // 20))
     return [conversation(n, chain)[: chain - 80] + conversation(n + (1 << 20), 80) for n in numbers]
+
+
+def as_hashed(keys: list[int]) -> Sequence[int]:
+    """The keys in the form in which store.hashing gives those of a prompt."""
+    return Chain.of(Digests(b"".join(bytes(24) + key.to_bytes(8, "big") for key in keys), 32)).keys
 
 
 def measure_ours(chain: int, targets: int, blocks: int) -> dict[str, Any]:
@@ -97,6 +103,7 @@ def measure_ours(chain: int, targets: int, blocks: int) -> dict[str, Any]:
         "bytes_per_block": round(took / blocks, 1),
         "estimated": round(index.memory() / blocks, 1),
         "match": times_us(index.match, queries(chain, blocks)),
+        "match_hashed": times_us(index.match, [as_hashed(keys) for keys in queries(chain, blocks)]),
     }
     crowded = BlockIndex()
     for target, keys in crowd(chain, targets):
@@ -138,6 +145,25 @@ def measure_decoded(blocks: int) -> dict[str, Any]:
         knowledge.batch("worker", decode(payload))
     spent = time.process_time() - start
     return {"blocks_per_s": round(sum(knowledge.index.sizes().values()) / spent)}
+
+
+def measure_snapshot(blocks: int) -> dict[str, Any]:
+    index = BlockIndex()
+    for target, keys in placements(5000, 64, blocks):
+        for run, parent in events(keys):
+            index.stored(f"worker-{target}", run, parent)
+    start = time.perf_counter()
+    captured = index.capture()
+    capture_s = time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "index"
+        save(path, captured, {})
+        size = path.stat().st_size
+        start = time.perf_counter()
+        restored = BlockIndex.restore(load(path)[0])
+        load_s = time.perf_counter() - start
+    assert restored.sizes() == index.sizes()
+    return {"capture_ms": round(capture_s * 1e3, 1), "load_s": round(load_s, 2), "mib": size >> 20}
 
 
 def measure_churn(blocks: int) -> dict[str, Any]:
@@ -197,6 +223,7 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
     "radix": measure_radix,
     "decoded": measure_decoded,
     "churn": measure_churn,
+    "snapshot": measure_snapshot,
 }
 
 
@@ -243,12 +270,19 @@ def main() -> None:
             )
     decoded = apart("decoded", 200_000)
     print(f"with decoding: {decoded['blocks_per_s']} blocks/s")
+    snapshot = apart("snapshot", 1_000_000)
+    print(
+        f"snapshot of 1,000,000 blocks: captured in {snapshot['capture_ms']} ms, loaded in"
+        f" {snapshot['load_s']} s, {snapshot['mib']} MiB"
+    )
     churn = apart("churn", 100_000 if arguments.quick else 1_000_000)
     print(f"resident after each round of storing and removing all, MiB: {churn['rss_mib_after_each_round']}")
     ours, radix = found["ours"], found["radix"]
     result = {
         "match_5000x64_us": ours["match"]["p50"],
         "match_crowded_5000x64_us": ours["crowded"]["p50"],
+        "match_hashed_5000x64_us": ours["match_hashed"]["p50"],
+        "snapshot_load_s_per_million": snapshot["load_s"],
         "ingest_blocks_per_s": ours["blocks_per_s"],
         "ingest_decoded_blocks_per_s": decoded["blocks_per_s"],
         "bytes_per_block_64": ours["bytes_per_block"],

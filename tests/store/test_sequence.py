@@ -80,6 +80,13 @@ class Wire:
                     return
         self.do(self.sequencer.replay_ended() if breaks_after is None else self.sequencer.replay_failed())
 
+    def no_answer(self) -> None:
+        """Every request runs into its deadline."""
+        while self.request is not None:
+            self.request = None
+            self.do(self.sequencer.replay_failed())
+            self.check()
+
     def settle(self) -> None:
         self.connect()
         for _ in range(3):
@@ -144,6 +151,7 @@ def test_nothing_is_believed_across_a_gap_or_a_restart(
             assert wire.known[0] == payload(int(wire.known[0].split(b":")[0]), 0)
     wire.settle()
     wire.check()
+    assert all(told.startswith(f"{wire.life}:".encode()) for told in wire.known)
     if can_replay and wire.seq:
         assert wire.known, "the end of the publisher's life is always known after a quiet moment"
         assert wire.known[-1] == payload(wire.life, wire.seq - 1)
@@ -196,3 +204,48 @@ def test_b009_going_on_from_a_snapshot_needs_the_same_publisher() -> None:
         assert list(sequencer.replayed(5, payload(0, 5))) == [Deliver(5, payload(0, 5))]
         assert list(sequencer.replay_ended()) == []
         assert sequencer.state == "exact"
+
+
+def test_b009_a_sequence_that_goes_back_on_one_connection_is_another_life() -> None:
+    wire = Wire(100, True)
+    wire.connect()
+    wire.answer()
+    for _ in range(3):
+        wire.publish(True)
+    wire.life, wire.seq = 1, 0
+    wire.kept.clear()
+    wire.publish(True)
+    assert wire.known == []
+    wire.answer()
+    wire.publish(True)
+    assert wire.known == [payload(1, 0), payload(1, 1)]
+    assert wire.sequencer.state == "exact"
+
+
+def test_b009_what_a_new_connection_brings_is_not_spliced_on_before_it_is_proven() -> None:
+    wire = Wire(100, True)
+    wire.connect()
+    wire.answer()
+    wire.publish(True)
+    wire.restart()
+    wire.publish(False)
+    wire.connect()
+    wire.publish(True)  # batch 1 of the new life, just the number that would come next in the old one
+    wire.no_answer()
+    wire.check()
+    assert wire.known == [payload(1, 1)]
+    assert wire.sequencer.state == "degraded"
+
+
+def test_b010_a_hole_among_batches_kept_back_is_a_gap_of_its_own() -> None:
+    wire = Wire(100, True)
+    wire.connect()
+    for arrives in (True, False, True, True):
+        wire.publish(arrives)
+    wire.no_answer()
+    assert wire.known == [payload(0, 2), payload(0, 3)]
+    assert wire.sequencer.missed == 1
+    assert wire.sequencer.state == "degraded"
+    wire.settle()
+    assert len(wire.known) == 4  # rebuilt, once replays are answered
+    assert wire.sequencer.state == "exact"
