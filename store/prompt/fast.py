@@ -14,12 +14,14 @@ import itertools
 import json
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import tiktoken
 from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    import tiktoken
 
 Json: TypeAlias = dict[str, Any]
 
@@ -45,6 +47,10 @@ class FastEncoder:
     @classmethod
     def prove(cls, tokenizer: Tokenizer) -> FastEncoder | None:
         """The fast twin of `tokenizer`, None if there is none. Takes about 2 s for 150K tokens."""
+        try:
+            import tiktoken
+        except ImportError:  # all that is lost without it is time
+            return None
         description: Json = json.loads(tokenizer.to_str())
         words = _words(description["pre_tokenizer"])
         normalizers = _normalizers(description["normalizer"])
