@@ -268,3 +268,13 @@ def test_five_hundred_thousand_blocks_in_and_out_leave_nothing() -> None:
         assert index.sizes() == {}
         assert index.match(chains[0]) == {}
         assert index.memory() < 100_000
+
+
+def test_a_block_that_came_back_is_not_given_up_with_the_rest_of_its_run() -> None:
+    index = BlockIndex()
+    index.stored("a", [1, 2], None)
+    index.removed("a", [2])
+    index.stored("a", [2], 1)
+    index.removed("a", [1])
+    index.stored("a", [1], None)
+    assert index.match([1, 2]) == {"a": 2}
