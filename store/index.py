@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from store.events import Tier
+from store.groups import window_hit
 from store.runs import LIMIT, ONES, Run, leading, numbers_of, stretches
 
 # What one block and one run take beside the dict of keys, measured over a million blocks (bench/index.py):
@@ -101,21 +102,31 @@ class BlockIndex:
             self._new_holder(target, tier, group, need)
 
     def stored(
-        self, target: str, keys: Sequence[int], parent: int | None, *, tier: Tier = "gpu", group: int = 0
+        self,
+        target: str,
+        keys: Sequence[int],
+        parent: int | None,
+        *,
+        tier: Tier = "gpu",
+        group: int = 0,
+        report: bool = False,
     ) -> None:
-        """One more copy of each of `keys`, consecutive blocks after `parent` (None: from the root)."""
+        """One more copy of each of `keys`, consecutive blocks after `parent` (None: from the root).
+
+        `report`: the target only says that it holds them, so what was known to be held gains no copy.
+        """
         if not keys:
             return
         holder = self._holders.get((target, tier, group)) or self._new_holder(target, tier, group)
         if holder.need is not None:
             for key in keys:
-                holder.loose[key] = holder.loose.get(key, 0) + 1
+                holder.loose[key] = max(1, holder.loose.get(key, 0) + (not report))
             holder.blocks = len(holder.loose)
             return
         if self._slot.keys().isdisjoint(keys):
             run = self._append(holder, keys, parent)
         else:
-            run = self._merge(holder, keys, parent)
+            run = self._merge(holder, keys, parent, report)
         # From the leaf to the root: a run is never given up before those that go on from it.
         while run is not None and run.size:
             self._recent.move_to_end(run)
@@ -330,7 +341,7 @@ class BlockIndex:
         self._slot.update(dict.fromkeys(keys, number))
         return run
 
-    def _merge(self, holder: _Holder, keys: Sequence[int], parent: int | None) -> Run | None:
+    def _merge(self, holder: _Holder, keys: Sequence[int], parent: int | None, report: bool) -> Run | None:
         """Keys some of which are known."""
         slot, at, end = self._slot, 0, len(keys)
         run: Run | None = None
@@ -346,14 +357,14 @@ class BlockIndex:
             assert run is not None
             offset = run.offset(keys[at])
             at += run.common(offset, keys, at)
-            self._hold(holder, run, offset, keys[start:at])
+            self._hold(holder, run, offset, keys[start:at], report)
         return run
 
-    def _hold(self, holder: _Holder, run: Run, offset: int, keys: Sequence[int]) -> None:
+    def _hold(self, holder: _Holder, run: Run, offset: int, keys: Sequence[int], report: bool) -> None:
         """`keys` are the blocks of `run` from `offset` on."""
         new = ONES[len(keys)] << offset
         had = run.bits(holder.number)
-        for again in numbers_of(had & new):
+        for again in numbers_of(0 if report else had & new):
             key = keys[again - offset]
             holder.more[key] = holder.more.get(key, 0) + 1
         has = had | new
@@ -478,18 +489,5 @@ def _common_hit(holders: Sequence[_Holder], found: dict[int, int], keys: Sequenc
         before = hit
         for holder in holders:
             if holder.need is not None:
-                hit = _window_hit(holder.loose, listed, hit, holder.need)
+                hit = window_hit(holder.loose, listed, hit, holder.need)
     return hit
-
-
-def _window_hit(held: dict[int, int], keys: Sequence[int], end: int, need: int) -> int:
-    """The longest prefix of at most `end` blocks whose last `need` blocks (or all, if fewer) are held."""
-    found = 0
-    at = end
-    while at and found < need:
-        at -= 1
-        if keys[at] in held:
-            found += 1
-        else:
-            end, found = at, 0
-    return end

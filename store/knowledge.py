@@ -4,15 +4,19 @@ It also watches that events can be matched at all: a worker that hashes with ano
 expected publishes keys that no prompt will ever have, and nothing else would show it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Final, get_args
 
 from store.events import BlockRemoved, BlockStored, EventBatch
+from store.groups import UNPROVEN, blocks_needed
 from store.hashing import HashAlgo, HashScheme, chain
 from store.index import BlockIndex
 
 # A matching scheme is looked at again after so many root blocks: 12 us each (facts part 1, section 1).
 _RECHECK_EVERY: Final = 256
+# What operators set PYTHONHASHSEED to.
+_COMMON_SEEDS: Final = ("0", "1", "42", "123", "1234")
 
 
 class Knowledge:
@@ -32,21 +36,49 @@ class Knowledge:
         self.hash_mismatch: dict[str, str] = {}
         self.block_sizes: dict[str, int] = {}
         self._on_pool_stored = on_pool_stored
+        self._expected: dict[str, HashScheme] = {}
         self._schemes: dict[str, HashScheme] = {}
+        self._assumed: frozenset[str] = frozenset()
         self._unchecked: dict[str, int] = {}
+        self._probed: dict[str, list[Sequence[int]]] = {}
 
-    def expect(self, target: str, scheme: HashScheme) -> None:
-        """How `target` should hash. Checked on its next root block; differences go to `hash_mismatch`."""
-        if self._schemes.get(target) != scheme:
-            self._schemes[target] = scheme
+    def expect(self, target: str, scheme: HashScheme, *, fixed: bool = True) -> None:
+        """How `target` should hash. Checked on its next root block; differences go to `hash_mismatch`.
+
+        fixed: False when the seed is only assumed; one that fits the events is then taken over instead.
+        """
+        if self._expected.get(target) != scheme:
+            self._expected[target] = self._schemes[target] = scheme
             self._unchecked[target] = 0
             self.hash_mismatch.pop(target, None)
+        self._assumed = self._assumed - {target} if fixed else self._assumed | {target}
+
+    def scheme(self, target: str) -> HashScheme | None:
+        """How `target` hashes, as far as is known: as its events show, else as expected."""
+        return self._schemes.get(target)
 
     def drop(self, target: str) -> None:
         """`target` is gone: forget its blocks and what was noted about it."""
         self.index.drop(target)
-        for noted in (self.hash_mismatch, self.block_sizes, self._schemes, self._unchecked):
+        for noted in (self.hash_mismatch, self.block_sizes, self._schemes, self._expected, self._unchecked):
             noted.pop(target, None)
+        self._assumed -= {target}
+
+    @contextmanager
+    def probe(self, target: str, keys: Sequence[int]) -> Generator[None]:
+        """While a request with `kv_cache_report_mode: full` for the chain `keys` runs on `target`.
+
+        The engine then announces its whole hit again, in events that look like those of new copies (vLLM
+        0.32); meanwhile they are taken for reports. Copies counted too low by that cost credit, not truth.
+        """
+        probed = self._probed.setdefault(target, [])
+        probed.append(keys)
+        try:
+            yield
+        finally:
+            probed.remove(keys)
+            if not probed:
+                self._probed.pop(target, None)
 
     def reset(self, target: str, why: str) -> None:
         """Forget the blocks of `target`; a new life of it may hash differently."""
@@ -74,15 +106,26 @@ class Knowledge:
             self._check(target, event)
 
     def _store(self, target: str, event: BlockStored) -> None:
-        tier, group, need = event.tier, event.group, _need(event)
+        tier, group, need = (
+            event.tier,
+            event.group,
+            blocks_needed(event.spec_kind, event.window, event.block_size),
+        )
         self.index.describe(target, group, need, tier=tier)
-        if event.spec_kind in _UNPROVEN:
+        if event.spec_kind in UNPROVEN:
             return
         if need is None and event.sparse:
             for key in event.keys:  # which of them follow each other is not said
                 self.index.stored(target, [key], None, tier=tier, group=group)
         else:
-            self.index.stored(target, event.keys, event.parent, tier=tier, group=group)
+            report = event.parent is None and self._is_report(target, event.keys)
+            self.index.stored(target, event.keys, event.parent, tier=tier, group=group, report=report)
+
+    def _is_report(self, target: str, keys: Sequence[int]) -> bool:
+        return any(
+            len(keys) <= len(probed) and keys[-1:] == list(probed[len(keys) - 1 : len(keys)])
+            for probed in self._probed.get(target, ())
+        )
 
     def _check(self, target: str, event: BlockStored) -> None:
         """Hash the first block as the worker should have, and note whether it did."""
@@ -104,24 +147,12 @@ class Knowledge:
         elif _hashes_to(first, scheme) == event.keys[0]:
             self.hash_mismatch.pop(target, None)
         else:
-            self.hash_mismatch[target] = _explain(first, scheme, event.keys[0])
-
-
-_WINDOWS: Final = frozenset(("sliding_window", "sliding_window_mla"))
-# Nothing is established of how these hit (facts part 2): they are a window group that never holds its end, so
-# a target that has one gets no credit. Every other kind hits like full attention.
-_UNPROVEN: Final = frozenset(
-    ("mamba", "chunked_local_attention", "encoder_only_attention", "cross_attention")
-)
-
-
-def _need(event: BlockStored) -> int | None:
-    """Blocks that the event's group needs before the end of a prefix; None: all of it."""
-    if event.spec_kind in _UNPROVEN:
-        return 1
-    if event.spec_kind in _WINDOWS and event.window and event.block_size:
-        return -(-(event.window - 1) // event.block_size)
-    return None
+            fitting = _fitting(first, scheme, event.keys[0])
+            if fitting is not None and fitting.algo == scheme.algo and target in self._assumed:
+                self._schemes[target] = fitting
+                self.hash_mismatch.pop(target, None)
+            else:
+                self.hash_mismatch[target] = _difference(scheme, fitting)
 
 
 def _hashes_to(tokens: Sequence[int], scheme: HashScheme) -> int | None:
@@ -131,14 +162,22 @@ def _hashes_to(tokens: Sequence[int], scheme: HashScheme) -> int | None:
         return None
 
 
-def _explain(tokens: Sequence[int], expected: HashScheme, key: int) -> str:
-    """Which algorithm and seed would have given `key`."""
+def _fitting(tokens: Sequence[int], expected: HashScheme, key: int) -> HashScheme | None:
+    """The scheme that gives `key` to the first block `tokens`, if its seed is a common one."""
     algos: tuple[HashAlgo, ...] = get_args(HashAlgo)
-    for algo in algos:
-        for seed in dict.fromkeys((expected.seed, None, "0")):
-            if _hashes_to(tokens, HashScheme(algo, expected.block_size, seed)) == key:
-                return f"expected {_name(expected.algo, expected.seed)}, the worker uses {_name(algo, seed)}"
-    return f"expected {_name(expected.algo, expected.seed)}, the worker uses none of the known ways"
+    for algo in (expected.algo, *algos):
+        for seed in dict.fromkeys((expected.seed, None, *_COMMON_SEEDS)):
+            scheme = HashScheme(algo, expected.block_size, seed)
+            if _hashes_to(tokens, scheme) == key:
+                return scheme
+    return None
+
+
+def _difference(expected: HashScheme, found: HashScheme | None) -> str:
+    wanted = f"expected {_name(expected.algo, expected.seed)}"
+    if found is None:
+        return f"{wanted}, the worker uses none of the known ways"
+    return f"{wanted}, the worker uses {_name(found.algo, found.seed)}"
 
 
 def _name(algo: HashAlgo, seed: str | None) -> str:

@@ -56,6 +56,19 @@ def test_b054_another_seed_is_reported_with_the_one_that_fits() -> None:
     }
 
 
+def test_b054_a_seed_that_was_only_assumed_gives_way_to_the_one_that_fits() -> None:
+    knowledge = Knowledge()
+    assumed, real = HashScheme("sha256_cbor", SIZE, None), HashScheme("sha256_cbor", SIZE, "0")
+    knowledge.expect("w", assumed, fixed=False)
+    assert knowledge.scheme("w") == assumed
+    knowledge.batch("w", batch(announced_by(real)))
+    assert (knowledge.scheme("w"), knowledge.hash_mismatch) == (real, {})
+    knowledge.expect("w", assumed, fixed=False)
+    assert knowledge.scheme("w") == real
+    knowledge.drop("w")
+    assert knowledge.scheme("w") is None
+
+
 def test_b054_a_scheme_of_nobody_is_reported_and_a_later_fit_clears_it() -> None:
     knowledge = Knowledge()
     scheme = HashScheme("sha256", SIZE, None)
@@ -110,3 +123,25 @@ def test_b009_a_reset_forgets_blocks_and_checks_the_next_life_again() -> None:
     knowledge.drop("w")
     assert knowledge.hash_mismatch == {}
     assert knowledge.block_sizes == {}
+
+
+def test_b011_a_prefix_reported_again_on_request_is_no_second_copy() -> None:
+    knowledge = Knowledge()
+    knowledge.batch("w", batch(stored([1, 2, 3])))
+    with knowledge.probe("w", [1, 2, 3, 4]):
+        knowledge.batch("w", batch(stored([1, 2, 3]), stored([1, 2, 3]), stored([4], parent=3)))
+    assert knowledge.index.match([1, 2, 3, 4]) == {"w": 4}
+    knowledge.batch("w", batch(BlockRemoved([3], "gpu", 0)))
+    assert knowledge.index.match([1, 2, 3, 4]) == {"w": 2}
+    knowledge.batch("w", batch(stored([1, 2]), BlockRemoved([2], "gpu", 0)))
+    assert knowledge.index.match([1, 2]) == {"w": 2}
+
+
+def test_a_report_brings_back_what_was_not_known() -> None:
+    knowledge = Knowledge()
+    knowledge.batch("w", batch(stored([3], parent=2)))
+    with knowledge.probe("w", [1, 2, 3]):
+        knowledge.batch("w", batch(stored([1, 2, 3])))
+    assert knowledge.index.match([1, 2, 3]) == {"w": 3}
+    knowledge.batch("w", batch(BlockRemoved([3], "gpu", 0)))
+    assert knowledge.index.match([1, 2, 3]) == {"w": 2}
