@@ -1,0 +1,270 @@
+"""The block cache of one engine: prefix hits, references and eviction as vLLM has them, kept in runs.
+
+vLLM keeps a free queue of single blocks. A request gives its blocks back tail first, a hit always takes a
+prefix, and blocks leave the queue from its front; so what one request left behind is, at any time, a run of
+neighbouring blocks of one chain, and only its end moves:
+
+    chain of request A   [ 0 1 2 3 4 5 ]         free, next to go: 5, then 4 ...
+    request B hits 0-2   [ 0 1 2 ] in use        [ 3 4 5 ] free, in the same place of the queue
+    two blocks are taken                         [ 3 ]
+
+A turn therefore costs its new blocks and a few runs, not the blocks of its context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+Key: TypeAlias = Hashable
+Keys: TypeAlias = Sequence[Key]
+"""The chain of one request. A key stands for its whole prefix: equal keys have equal places and prefixes."""
+
+
+class Evicted(NamedTuple):
+    """Blocks `start` to `end - 1` of `chain` are no longer cached; the last one went first."""
+
+    chain: Keys
+    start: int
+    end: int
+
+
+class Run:
+    """Blocks `start` to `end - 1` of `chain`. `before` holds the block at `start - 1`.
+
+    Every user of a run also uses all runs before it. `sealed`: someone else has used it, so that the one who
+    computed it may not extend it any more.
+    """
+
+    __slots__ = ("before", "chain", "children", "end", "newer", "older", "sealed", "start", "users")
+
+    def __init__(self, chain: Keys, start: int, end: int, before: Run | None) -> None:
+        self.chain = chain
+        self.start = start
+        self.end = end
+        self.before = before
+        self.users = 0
+        self.children = 0
+        self.sealed = False
+        self.older: Run = self
+        self.newer: Run = self
+
+
+class Held:
+    """The blocks one request uses: the runs that end in `tip`, and `blank` ones that have no key yet."""
+
+    __slots__ = ("blank", "tip")
+
+    def __init__(self) -> None:
+        self.tip: Run | None = None
+        self.blank = 0
+
+    @property
+    def cached(self) -> int:
+        return self.tip.end if self.tip is not None else 0
+
+    @property
+    def blocks(self) -> int:
+        return self.cached + self.blank
+
+
+class BlockCache:
+    """`capacity` blocks. As in vLLM several may hold the same key: those computed at the same time."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity: Final = capacity
+        self.free = capacity
+        self._blank = capacity  # free blocks without content: always taken first, as vLLM puts them in front
+        self._where: dict[Key, Run] = {}
+        self._twins: dict[Key, list[Run]] = {}
+        self._queue: Final = Run((), 0, 0, None)  # newer than it: the first to go
+
+    def __len__(self) -> int:
+        """Keys that would hit."""
+        return len(self._where)
+
+    def hit(self, chain: Keys, limit: int) -> int:
+        """How many leading blocks of `chain` are cached, at most `limit`. Changes nothing."""
+        where = self._where
+        # A block never outlives the one before it, so presence along a chain is monotone.
+        low, high = 0, min(limit, len(chain))
+        if not high or chain[0] not in where:
+            return 0
+        if chain[high - 1] in where:
+            return high
+        low = 1
+        while low < high:
+            middle = (low + high) // 2
+            if chain[middle] in where:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def idle(self, chain: Keys, hit: int) -> int:
+        """How many of the `hit` leading blocks are free, that is, would not be any more once used."""
+        count, run, end = 0, self._where[chain[hit - 1]] if hit else None, hit
+        while run is not None and run.users == 0:
+            count += end - run.start
+            run, end = run.before, run.start
+        return count
+
+    def use(self, chain: Keys, hit: int) -> Held:
+        """Takes the `hit` leading blocks into use; all of them are cached."""
+        held = Held()
+        if hit:
+            run = self._where[chain[hit - 1]]
+            held.tip = run if run.end == hit else self._split(run, hit)
+            self._take_up(held.tip)
+        return held
+
+    def allocate(self, held: Held, blocks: int) -> list[Evicted]:
+        """Gives `held` that many blocks more; no more than are free."""
+        assert blocks <= self.free
+        self.free -= blocks
+        held.blank += blocks
+        blank = min(blocks, self._blank)
+        self._blank -= blank
+        blocks -= blank
+        evicted: list[Evicted] = []
+        while blocks:
+            run = self._queue.newer
+            taken = min(blocks, run.end - run.start)
+            evicted.append(Evicted(run.chain, run.end - taken, run.end))
+            self._forget(run, taken)
+            blocks -= taken
+        return evicted
+
+    def commit(self, held: Held, chain: Keys, end: int) -> None:
+        """Blocks of `held` up to `end` have their content now and can be hit."""
+        start = held.cached
+        assert held.blank >= end - start > 0
+        held.blank -= end - start
+        run = held.tip
+        if run is None or run.sealed:
+            run = Run(chain, start, end, held.tip)
+            run.users = 1
+            if held.tip is not None:
+                held.tip.children += 1
+                held.tip.sealed = True
+            held.tip = run
+        else:
+            run.chain, run.end = chain, end
+        where = self._where
+        if chain[start] in where:
+            for key in chain[start:end]:
+                if where.setdefault(key, run) is not run:
+                    self._twins.setdefault(key, []).append(run)
+        else:
+            where.update(dict.fromkeys(chain[start:end], run))
+
+    def release(self, held: Held) -> None:
+        """Gives all blocks back: those without content to the front of the queue, the rest tail first."""
+        self._blank += held.blank
+        self.free += held.blank
+        held.blank = 0
+        run, held.tip = held.tip, None
+        freed: Run | None = None
+        while run is not None:
+            before = run.before
+            run.users -= 1
+            if run.users == 0:
+                run.sealed = True
+                self.free += run.end - run.start
+                _insert(run, self._queue.older)
+                if freed is not None and freed.children == 0 and run.children == 1:
+                    run = self._joined(run, freed)
+                freed = run
+            run = before
+
+    def clear(self) -> bool:
+        """Forgets all content; refused (False) while any block is in use."""
+        if self.free != self.capacity:
+            return False
+        self._where.clear()
+        self._twins.clear()
+        self._blank = self.capacity
+        self._queue.older = self._queue.newer = self._queue
+        return True
+
+    def _take_up(self, tip: Run) -> None:
+        run: Run | None = tip
+        while run is not None:
+            if run.users == 0:
+                _unlink(run)
+                self.free -= run.end - run.start
+            run.users += 1
+            run.sealed = True
+            run = run.before
+
+    def _split(self, run: Run, at: int) -> Run:
+        """Two runs of one, cut in front of block `at`. Returns the first of them."""
+        if run.users == 0 == run.children and at - run.start > run.end - at:
+            # Nobody refers to this one, so it can become the head: then only the short tail is relabelled.
+            tail = Run(run.chain, at, run.end, run)
+            self._relabel(tail, run, at, run.end)
+            run.end, run.children, tail.sealed = at, 1, True
+            _insert(tail, run.older)
+            return run
+        head = Run(run.chain, run.start, at, run.before)
+        self._relabel(head, run, run.start, at)
+        head.users, head.children, head.sealed = run.users, 1, True
+        run.start, run.before = at, head
+        if run.users == 0:
+            _insert(head, run)
+        return head
+
+    def _joined(self, head: Run, tail: Run) -> Run:
+        """One run of two that stand behind one another in the queue and that nobody else refers to."""
+        if head.end - head.start >= tail.end - tail.start:
+            self._relabel(head, tail, tail.start, tail.end)
+            head.chain, head.end, head.children = tail.chain, tail.end, 0
+            _unlink(tail)
+            return head
+        self._relabel(tail, head, head.start, head.end)
+        tail.start, tail.before = head.start, head.before
+        _unlink(head)
+        return tail
+
+    def _relabel(self, new: Run, old: Run, start: int, end: int) -> None:
+        keys = old.chain[start:end]
+        if not self._twins:
+            self._where.update(dict.fromkeys(keys, new))
+            return
+        for key in keys:
+            if self._where[key] is old:
+                self._where[key] = new
+            else:
+                twins = self._twins[key]
+                twins[twins.index(old)] = new
+
+    def _forget(self, run: Run, blocks: int) -> None:
+        """The last `blocks` blocks of a free run lose their content."""
+        for key in run.chain[run.end - blocks : run.end]:
+            twins = self._twins.get(key) if self._twins else None
+            if twins is None:
+                del self._where[key]
+                continue
+            if self._where[key] is run:
+                self._where[key] = twins.pop(0)
+            else:
+                twins.remove(run)
+            if not twins:
+                del self._twins[key]
+        run.end -= blocks
+        if run.end == run.start:
+            _unlink(run)
+            if run.before is not None:
+                run.before.children -= 1
+
+
+def _insert(run: Run, after: Run) -> None:
+    """Puts `run` into the queue behind `after`."""
+    run.older, run.newer = after, after.newer
+    after.newer.older = run
+    after.newer = run
+
+
+def _unlink(run: Run) -> None:
+    run.older.newer, run.newer.older = run.newer, run.older
+    run.older = run.newer = run
