@@ -159,7 +159,12 @@ class Drain:
         self._poller.register(self._woken.fileno(), zmq.POLLIN)
         try:
             while self._running:
-                self._turn()
+                try:
+                    self._turn()
+                except Exception:
+                    # A thread that ended would leave every stream silent and seemingly exact.
+                    logger.exception("KV events: a turn of the draining thread failed")
+                    time.sleep(0.1)
         finally:
             for target in list(self._links):
                 self._close(target)
@@ -225,6 +230,7 @@ class Drain:
         link.connected = False
         live = self._context.socket(zmq.SUB)
         live.set(zmq.LINGER, 0)
+        live.set(zmq.IPV6, 1)
         live.set(zmq.RCVHWM, INBOX_MESSAGES)
         live.set(zmq.RECONNECT_IVL, 100)
         live.set(zmq.RECONNECT_IVL_MAX, 2_000)
@@ -298,6 +304,7 @@ class Drain:
         self._drop_replay(link)
         replay = self._context.socket(zmq.DEALER)
         replay.set(zmq.LINGER, 0)
+        replay.set(zmq.IPV6, 1)
         replay.set(zmq.RCVHWM, 0)  # a full queue makes the ROUTER drop replies; the inbox is the bound
         link.replay = replay
         link.request = request

@@ -51,7 +51,14 @@ class Publisher:
     """
 
     def __init__(
-        self, port: int, replay_port: int | None, *, buffer: int = 10_000, topic: str = "", start: float = 0.0
+        self,
+        port: int,
+        replay_port: int | None,
+        *,
+        buffer: int = 10_000,
+        topic: str = "",
+        start: float = 0.0,
+        host: str = "127.0.0.1",
     ) -> None:
         self.requests: list[int] = []
         self.answering = threading.Event()
@@ -68,14 +75,16 @@ class Publisher:
         self._pub = self._context.socket(zmq.XPUB)
         self._pub.set(zmq.LINGER, 0)
         self._pub.set(zmq.SNDHWM, 100_000)  # vLLM's default
-        self._pub.bind(f"tcp://127.0.0.1:{port}")
+        self._pub.set(zmq.IPV6, 1)
+        self._pub.bind(f"tcp://{host}:{port}")
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if replay_port is not None:
             router = self._context.socket(zmq.ROUTER)
             router.set(zmq.LINGER, 0)
-            router.bind(f"tcp://127.0.0.1:{replay_port}")
+            router.set(zmq.IPV6, 1)
+            router.bind(f"tcp://{host}:{replay_port}")
             self._thread = threading.Thread(target=self._serve, args=(router,), daemon=True)
             self._thread.start()
 

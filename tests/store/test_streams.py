@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -507,3 +508,36 @@ async def test_b009_a_snapshot_of_another_life_or_with_a_gap_is_forgotten(rig: R
     await rig.until(lambda: rig.status.state != "catching-up")
     assert sink.match(1, 2, 3) == 0
     assert rig.status.state == ("exact" if how == "restarted" else "degraded")
+
+
+async def test_an_address_that_cannot_be_used_does_not_touch_other_targets(rig: Rig) -> None:
+    rig.streams.subscribe(EventSource("bad", "nonsense", "tcp://no.such.host.invalid:1"))
+    rig.streams.subscribe(EventSource("far", "tcp://127.0.0.1:1", "more nonsense"))
+    publisher = rig.publisher()
+    rig.follow()
+    await rig.following()
+    publisher.publish(stored([1]))
+    await rig.until(lambda: rig.sink.match(1) == 1)
+    rig.streams.restarted("bad")
+    rig.streams.unsubscribe("far")
+    publisher.publish(stored([2], parent=1))
+    await rig.until(lambda: rig.sink.match(1, 2) == 2)
+    assert rig.streams.status()["bad"].state == "catching-up"
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback address")
+async def test_a_publisher_on_ipv6_is_reached(rig: Rig) -> None:
+    publisher = rig.publisher(host="[::1]")
+    rig.streams.subscribe(EventSource("w", f"tcp://[::1]:{rig.port}", f"tcp://[::1]:{rig.replay_port}"))
+    await rig.following()
+    publisher.publish(stored([1]))
+    await rig.until(lambda: rig.sink.match(1) == 1)
