@@ -1,5 +1,6 @@
 """What routing needs of a request body, and nothing more: the body itself goes on as raw bytes."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -68,7 +69,7 @@ class _Chat(msgspec.Struct):
     n: int | None = None
     echo: bool | None = None
     prompt_logprobs: int | None = None
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: Any = None
 
 
 class _ChatTurn(ChatPrompt, kw_only=True):
@@ -80,7 +81,7 @@ class _ChatTurn(ChatPrompt, kw_only=True):
     n: int | None = None
     echo: bool | None = None
     prompt_logprobs: int | None = None
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: Any = None
 
 
 class _Completion(msgspec.Struct):
@@ -95,7 +96,7 @@ class _Completion(msgspec.Struct):
     echo: bool | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: Any = None
 
 
 class _CompletionShape(msgspec.Struct):
@@ -113,7 +114,7 @@ class _MessagesTurn(MessagesPrompt, kw_only=True):
     model: str
     messages: list[dict[str, Any]]  # pyright: ignore[reportIncompatibleVariableOverride]
     stream: bool | None = None
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: Any = None
 
 
 class _Messages(msgspec.Struct):
@@ -122,7 +123,7 @@ class _Messages(msgspec.Struct):
     model: str
     messages: list[dict[str, Any]]
     stream: bool | None = None
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: Any = None
 
 
 class _ResponsesTurn(ResponsesPrompt, kw_only=True):
@@ -130,7 +131,7 @@ class _ResponsesTurn(ResponsesPrompt, kw_only=True):
 
     model: str
     stream: bool | None = None
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: Any = None
 
 
 class _Responses(msgspec.Struct):
@@ -139,12 +140,12 @@ class _Responses(msgspec.Struct):
     model: str
     input: str | list[Any]
     stream: bool | None = None
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: Any = None
 
 
 class _Other(msgspec.Struct):
     model: str | None = None
-    kv_transfer_params: msgspec.Raw | None = None
+    kv_transfer_params: Any = None
 
 
 def is_event_stream(headers: Headers) -> bool:
@@ -262,10 +263,15 @@ def _other(body: bytes) -> ParsedTurn:
 def _decode(body: bytes, kind: type[S]) -> S:
     try:
         return msgspec.json.decode(body, type=kind, strict=False)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        pass
+    # Lone surrogates, NaN and 1e999 are no JSON, but vLLM reads bodies with Python's parser, which takes them.
+    try:
+        return msgspec.convert(json.loads(body), kind, strict=False)
     except msgspec.ValidationError as error:
         message = str(error)
         raise errors.InvalidRequest(message, param=_field_in(message)) from None
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         raise errors.InvalidRequest("the body is not valid JSON") from None
 
 
@@ -277,9 +283,9 @@ def _field_in(message: str) -> str | None:
     return path.rstrip("`") or None
 
 
-def _refuse_transfer(params: msgspec.Raw | None) -> None:
+def _refuse_transfer(params: object) -> None:
     # They tell a worker which host to connect to: never a client's to say.
-    if params is not None and bytes(params) != b"null":
+    if params is not None:
         raise errors.InvalidRequest("kv_transfer_params is not for clients", param="kv_transfer_params")
 
 

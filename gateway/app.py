@@ -63,6 +63,7 @@ class Gateway:
             settings.prompt,
             WorkerRenderer(settings.workers.api_key),
             self.metrics.parity_check,
+            self.knowledge.scheme,
         )
         self.probe = Probe(
             self.fleet,
@@ -196,6 +197,7 @@ class Gateway:
     def _readiness(self) -> Readiness:
         doubts = [
             *(f"hashes of {target}: {why}" for target, why in self.knowledge.hash_mismatch.items()),
+            *self.prompts.disagreements(),
             *map(str, self.prompts.parity.differences()),
         ]
         return readiness(self.fleet, self.pool, doubts)

@@ -50,9 +50,9 @@ class Links:
         self.prompts.prepare(worker)
         for source in worker.kv_endpoints:
             target = worker.target_of(source.rank)
-            scheme = self.prompts.scheme(worker, worker.models[0].id) if worker.models else None
+            scheme = self.prompts.reported(worker, worker.models[0].id) if worker.models else None
             if scheme is not None:
-                self.knowledge.expect(target, scheme)
+                self.knowledge.expect(target, scheme, fixed=self.prompts.seed_is_set(worker.models[0].id))
             self.streams.subscribe(EventSource(target, source.endpoint, source.replay_endpoint, source.topic))
 
     def _restarted(self, worker: Worker) -> None:

@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 _BUDGET_S = 5.0
 
 
+# Reasons that hold wherever the prompt is rendered.
+_FINAL = frozenset(("invalid", "hash_seed_unknown"))
+
+
 @dataclass(frozen=True, slots=True)
 class Understood:
     """A turn's prompt under its model's hash scheme and pool keys, or why there is none ("" if there is)."""
@@ -43,9 +47,12 @@ class ModelPrompts:
         settings: PromptSettings,
         renderer: WorkerRenderer,
         counted: Callable[[str, str, Result], None],
+        shown: Callable[[str], HashScheme | None],
     ) -> None:
+        """`counted` gets every parity check's model, API and result; `shown`: how a target's events hash."""
         self._fleet = fleet
         self._models = models
+        self._shown = shown
         self._settings = settings
         self._sources: dict[str, PromptSource] = {}
         self.renderer = renderer
@@ -53,6 +60,14 @@ class ModelPrompts:
 
     def scheme(self, worker: Worker, model: str) -> HashScheme | None:
         """How `worker` hashes the prompts of `model`; None as long as nobody has said."""
+        scheme = self.reported(worker, model)
+        if scheme is None or self.seed_is_set(model):
+            return scheme
+        shown = self._shown(worker.targets[0].name)
+        return shown if shown is not None and shown.algo == scheme.algo else scheme
+
+    def reported(self, worker: Worker, model: str) -> HashScheme | None:
+        """As settings and the worker's metrics have it; the seed is an assumption unless it is set."""
         settings = self._models.get(model) or ModelSettings()
         block_size = settings.block_size or worker.report.block_size
         algo = worker.report.hash_algo if settings.hash_algo == "auto" else settings.hash_algo
@@ -60,6 +75,24 @@ class ModelPrompts:
             return None
         seed = None if settings.hash_seed == "auto" else settings.hash_seed
         return HashScheme(cast(HashAlgo, algo), block_size, seed)
+
+    def seed_is_set(self, model: str) -> bool:
+        settings = self._models.get(model)
+        return settings is not None and settings.hash_seed != "auto"
+
+    def disagreements(self) -> list[str]:
+        """Models whose workers hash in different ways: only those that hash as the first get local credit."""
+        ways: dict[str, dict[HashScheme, str]] = {}
+        for worker in self._fleet.workers():
+            for card in worker.models:
+                scheme = self.scheme(worker, card.id)
+                if scheme is not None:
+                    ways.setdefault(card.id, {}).setdefault(scheme, worker.name)
+        return [
+            f"workers of {model} hash blocks in {len(found)} ways, see {', '.join(found.values())}"
+            for model, found in ways.items()
+            if len(found) > 1
+        ]
 
     def source(self, worker: Worker, card: ModelCard) -> PromptSource:
         """The source for `card`'s tokenizer; it starts loading when first asked for."""
@@ -131,7 +164,7 @@ class ModelPrompts:
             try:
                 return await self.source(worker, card).prompt(request, scheme, lora=_adapter(card))
             except Unrenderable as why:
-                if kind == "local" or why.reason == "invalid":
+                if kind == "local" or why.reason in _FINAL:
                     raise
         tokens = await self.renderer.tokens(worker.url, path, body)
         blocks = chain(tokens, scheme, cache_salt=request.cache_salt, lora=_adapter(card))

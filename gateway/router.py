@@ -92,13 +92,14 @@ class Router:
         understood = await self._prompts.understand(parsed, path, body)
         local: dict[str, int] = {}
         pool, pool_seconds = _NO_POOL, None
-        if understood.prompt is not None:
+        if understood.prompt is not None and understood.scheme is not None:
             chain = understood.prompt.chain
             if self._pool is not None and understood.layout is not None and len(chain):
                 asked = time.perf_counter()
                 pool = await self._pool.prefix(chain, understood.layout)
                 pool_seconds = time.perf_counter() - asked
-            local = self._knowledge.index.match(chain.keys)
+            limit = (len(understood.prompt.tokens) - 1) // understood.scheme.block_size
+            local = self._knowledge.index.match(chain.keys, limit=limit)
         seconds = time.perf_counter() - started
         draw = self._draws.random()
         return Sight(parsed.model, parsed.reads_cache, understood, local, pool, draw, seconds, pool_seconds)

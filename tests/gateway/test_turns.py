@@ -89,6 +89,16 @@ async def test_b006_b086_the_workers_own_errors_pass_unchanged(peers, front, sta
     await gate.idle()
 
 
+@pytest.mark.parametrize("content", [rb'"\ud800 half a pair"', b"NaN", b"[1e999]", b"null"])
+async def test_b017_what_only_python_takes_for_json_is_forwarded(peers, front, content: bytes) -> None:
+    peer = await peers(say_ok)
+    gate = await front(peer)
+    sent = b'{"model":"m","messages":[{"role":"user","content":' + content + b"}]}"
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=sent) as answer:
+        assert answer.status == 200
+    assert peer.received[0].body == sent
+
+
 BAD = [
     (b"{", 400, None),
     (b"[]", 400, None),
