@@ -12,6 +12,7 @@ from gateway.prompts import ModelPrompts, Understood
 from policies.types import Candidate, Decision, Policy, Turn
 from store.hashing import usable_tokens
 from store.knowledge import Knowledge
+from store.placements import Placements
 from store.pool import PoolPrefix, PoolView
 from workers.fleet import Fleet
 from workers.leases import Lease
@@ -20,6 +21,9 @@ from workers.worker import Target
 _NO_POOL = PoolPrefix(blocks=0, known=False)
 # Workers are probed every second or so: by then one may have come up.
 _RETRY_AFTER_S = 2.0
+# vLLM publishes from a thread that competes with its engine and HTTP server: events of a prompt came up to
+# 9 ms after its answer, on two overloaded cores up to 170 ms. By then the session's next turn can be here.
+_ANNOUNCED_AFTER_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,7 @@ class Router:
         self._knowledge = knowledge
         self._pool = pool
         self._draws = draws or random.SystemRandom()
+        self._computed = Placements(ttl_s=_ANNOUNCED_AFTER_S)
 
     async def look(self, parsed: ParsedTurn, path: str, body: bytes) -> Sight:
         """Find out what is known of the turn's prompt. Never raises: what can't be known is left out."""
@@ -100,9 +105,19 @@ class Router:
                 pool_seconds = time.perf_counter() - asked
             limit = (len(understood.prompt.tokens) - 1) // understood.scheme.block_size
             local = self._knowledge.index.match(chain.keys, limit=limit)
+            local |= self._computed.extend(chain.keys, local, time.monotonic())
         seconds = time.perf_counter() - started
         draw = self._draws.random()
         return Sight(parsed.model, parsed.reads_cache, understood, local, pool, draw, seconds, pool_seconds)
+
+    def computed(self, sight: Sight, target: Target) -> None:
+        """`target` answers this turn, so it holds the prompt's blocks, also before its events say so.
+
+        Not true of a target that never announced a block: it may keep none.
+        """
+        prompt = sight.understood.prompt
+        if prompt is not None and target.name in self._knowledge.block_sizes:
+            self._computed.place(target.name, prompt.chain.keys, time.monotonic())
 
     def decide(self, sight: Sight, failed: Collection[str] = ()) -> Decision:
         """The policy's choice now. `failed`: names of workers that failed this turn."""

@@ -172,6 +172,8 @@ class TurnApp:
                     if turn.first_byte is None:
                         turn.first_byte = time.perf_counter()
                         placement.lease.first_token()
+                        if response.status == 200 and turn.sight is not None:
+                            self._router.computed(turn.sight, placement.target)
                     turn.tail.feed(chunk)
                     await exchange.send(chunk)
         except UpstreamError as error:
