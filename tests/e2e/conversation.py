@@ -1,5 +1,6 @@
 """An agent's growing conversation, and what each turn was predicted and found to hit."""
 
+import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,14 +102,19 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": answer or ""})
         return answered(headers, usage, seconds)
 
+    async def turns(self, count: int) -> list[Answered]:
+        """One turn after the other, each asked the moment the last one is answered."""
+        return [await self.turn() for _ in range(count)]
+
     async def _streamed(self) -> tuple[httpx.Headers, str, dict[str, Any], float]:
         body = self.body(stream=True, stream_options={"include_usage": True})
-        text, usage = "", {}
+        text = ""
+        usage: dict[str, Any] = {}
         async with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             assert response.status_code == 200
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
-                    event = httpx.Response(200, content=line.removeprefix("data: ")).json()
+                    event = json.loads(line.removeprefix("data: "))
                     usage = event.get("usage") or usage
                     for choice in event["choices"]:
                         text += choice["delta"].get("content") or ""

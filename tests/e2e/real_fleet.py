@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +101,7 @@ class RealFleet:
         return answer.json()
 
     @asynccontextmanager
-    async def cordoned(self, name: str) -> AsyncIterator[None]:
+    async def cordoned(self, name: str) -> AsyncGenerator[None]:
         """Meanwhile the worker gets no new turns."""
         await self._cordon(name, True)
         try:

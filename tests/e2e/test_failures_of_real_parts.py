@@ -13,8 +13,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 async def test_a_killed_holder_costs_no_turn_and_its_restart_is_not_believed(fleet: RealFleet) -> None:
     talk = Conversation(fleet.client, fleet.model, seed=2000, words=60)
-    for _ in range(3):
-        holder = (await talk.turn()).worker
+    holder = (await talk.turns(3))[-1].worker
     dead = fleet.worker(holder)
     assert await fleet.blocks(holder) > 0
 
@@ -49,8 +48,7 @@ async def test_a_killed_holder_costs_no_turn_and_its_restart_is_not_believed(fle
 
 async def test_a_holder_restarted_between_two_turns_keeps_no_credit(fleet: RealFleet) -> None:
     talk = Conversation(fleet.client, fleet.model, seed=2100)
-    for _ in range(2):
-        holder = (await talk.turn()).worker
+    holder = (await talk.turns(2))[-1].worker
     server = fleet.worker(holder).server
     await server.stop(STOP_GRACE_S)
     await server.start()

@@ -1,6 +1,7 @@
 """Token ids equal what real vLLM renders; block hashes equal those in its KV events and its pool keys."""
 
 import asyncio
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -34,8 +35,8 @@ async def test_b001_prompts_of_the_corpus_equal_what_the_worker_renders(fleet: R
             if not answer.is_success:
                 refused += 1
                 continue
-            rendered = answer.json()
-            theirs = (rendered[0] if isinstance(rendered, list) else rendered)["token_ids"]
+            rendered: Any = answer.json()
+            theirs = cast(Any, rendered[0] if isinstance(rendered, list) else rendered)["token_ids"]
             assert ours == theirs, body
             compared += 1
     print(f"{compared} bodies equal, {left_out} not reproduced here, {refused} refused by the worker alone")

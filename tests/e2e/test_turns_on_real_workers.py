@@ -29,6 +29,20 @@ async def test_a_growing_conversation_stays_on_its_holder_and_every_prediction_i
         assert turn.cached >= (before.prompt_tokens - 1) // BLOCK * BLOCK
 
 
+async def test_a_turn_that_overtakes_the_events_of_the_last_one_is_predicted_too(fleet: RealFleet) -> None:
+    """With one token to answer, a worker's events often come after its answer."""
+    turns: list[Answered] = []
+
+    async def hasty(number: int) -> None:
+        for again in range(10):
+            seed = 600 + number * 10 + again
+            talk = Conversation(fleet.client, fleet.model, seed=seed, words=60, max_tokens=1)
+            turns.extend(await talk.turns(3))
+
+    await asyncio.gather(*(hasty(number) for number in range(4)))
+    assert [turn.predicted for turn in turns] == [turn.cached for turn in turns]
+
+
 @pytest.mark.parametrize("form", ["text", "ids"])
 async def test_completions_are_predicted_exactly_too(fleet: RealFleet, form: str) -> None:
     text = Conversation(fleet.client, fleet.model, seed=200).text(700)
@@ -52,8 +66,7 @@ async def test_completions_are_predicted_exactly_too(fleet: RealFleet, form: str
 
 async def test_a_cordoned_holder_is_replaced_by_one_that_pulls(fleet: RealFleet) -> None:
     talk = Conversation(fleet.client, fleet.model, seed=300)
-    for _ in range(3):
-        holder = (await talk.turn()).worker
+    holder = (await talk.turns(3))[-1].worker
     other = fleet.other(holder)
     before = await other.metric("vllm:external_prefix_cache_hits_total")
     async with fleet.cordoned(holder):
