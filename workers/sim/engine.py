@@ -57,6 +57,7 @@ class Turn:
 
     output_tokens: how many it will generate, at least 1. reads: whether it may use what is cached.
     local_tokens, pool_tokens: what its first admission found cached; local_tokens is None before that.
+    owner: what the driver wants to find again when an effect names the turn.
     """
 
     __slots__ = (
@@ -68,6 +69,7 @@ class Turn:
         "life",
         "local_tokens",
         "output_tokens",
+        "owner",
         "pool_blocks",
         "pool_tokens",
         "produced_before",
@@ -77,11 +79,20 @@ class Turn:
         "target",
     )
 
-    def __init__(self, chain: Keys, prompt_tokens: int, output_tokens: int, *, reads: bool = True) -> None:
+    def __init__(
+        self,
+        chain: Keys,
+        prompt_tokens: int,
+        output_tokens: int,
+        *,
+        reads: bool = True,
+        owner: object = None,
+    ) -> None:
         self.chain: Final = chain
         self.prompt_tokens: Final = prompt_tokens
         self.output_tokens: Final = output_tokens
         self.reads: Final = reads
+        self.owner: Final = owner
         self.local_tokens: int | None = None
         self.pool_tokens = 0
         # The engine's own book-keeping.
