@@ -1,8 +1,10 @@
 """Everything wired together: the one place where long-lived objects are made, started and ended."""
 
+import asyncio
 import logging
 from contextlib import AsyncExitStack
 from dataclasses import asdict
+from importlib import import_module
 
 from gateway.admin import AdminParts, build_admin
 from gateway.admin_views import IndexEntry, PoolAnswer, index_entries
@@ -145,6 +147,8 @@ class Gateway:
 
     async def _start(self, running: AsyncExitStack) -> None:
         """Bring everything up; `running` ends it in reverse order, probes before what they feed."""
+        # Takes most of a second: now, or while the first turn waits.
+        await asyncio.to_thread(import_module, "store.prompt.local")
         await self.transport.start()
         running.push_async_callback(self.transport.close)
         running.push_async_callback(self.prompts.close)
