@@ -106,6 +106,7 @@ class Metrics:
         self._unrenderable = counter(
             "render_unsupported", "Prompts whose tokens could not be computed.", "model", "reason"
         )
+        self._tokens_forwarded = counter("tokens_forwarded", "Turns sent with their token ids.", "api")
         self._parity_checks = counter(
             "parity_checks", "Prompts made here compared with a worker's.", "model", "api", "result"
         )
@@ -159,6 +160,11 @@ class Metrics:
     @_harmless
     def unrenderable(self, model: str, reason: str) -> None:
         self._unrenderable.labels(self._model(model), self._word("render", reason)).inc()
+
+    @_harmless
+    def tokens_forwarded(self, api: str) -> None:
+        """A worker was sent a turn's token ids, so it neither renders nor tokenizes."""
+        self._tokens_forwarded.labels(self._word("api", api)).inc()
 
     @_harmless
     def parity_check(self, model: str, api: str, result: str) -> None:

@@ -149,7 +149,11 @@ class TurnApp:
         self._parity.sampled(worker, turn.exchange.path, api, body, prompt.tokens, random.random())
         if not self._forward_tokens or not self._parity.proven(worker.name, parsed.model, api):
             return body
-        return with_tokens(api, body, prompt.tokens) or body
+        spliced = with_tokens(api, body, prompt.tokens)
+        if spliced is None:
+            return body
+        self._metrics.tokens_forwarded(api)
+        return spliced
 
     def _worker_failed(self, placement: Placement, kind: str) -> None:
         worker = placement.target.worker
