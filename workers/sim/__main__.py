@@ -17,8 +17,9 @@ import uvloop
 from store.hashing import HashAlgo, HashScheme
 from store.keys import KeyLayout
 from workers.sim.engine import Rates
+from workers.sim.life import Spec
 from workers.sim.live import PullRates
-from workers.sim.server import Spec, Worker
+from workers.sim.server import Worker
 
 # As the real local worker of this project: one request of the tiny model's full context, and some room.
 _BLOCKS = 4224

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any, Final, Literal, cast
 
@@ -145,7 +146,7 @@ class ToolCall:
 
     def __init__(self, name: str, arguments: dict[str, Any], identity: str) -> None:
         self.name: Final = name
-        self.arguments: Final = _encode(arguments).decode()
+        self.arguments: Final = json.dumps(arguments, ensure_ascii=False)
         head = f'<tool_call>\n{{"name": {_encode(name).decode()}, "arguments": '
         self.text: Final = f"{head}{self.arguments}}}\n</tool_call>"
         self._span: Final = (len(head), len(head) + len(self.arguments))

@@ -228,11 +228,15 @@ class Engine:
 
     def next_at(self) -> float:
         """When something happens that has effects or a step with a prompt in it ends; inf while idle."""
+        if self._out:
+            return self._begun
         return self._begun + self._steps * self._duration if self._steps else math.inf
 
     def next_step_at(self, now: float) -> float:
         """When the next step after `now` ends; inf while idle."""
-        return self._begun + (self._passed(now) + 1) * self._duration if self._steps else math.inf
+        if self._out or not self._steps:
+            return self.next_at()
+        return self._begun + (self._passed(now) + 1) * self._duration
 
     def produced(self, turn: Turn, now: float) -> int:
         """Output tokens of a turn at `now`."""

@@ -41,13 +41,17 @@ class Exchange:
         self.path: Final[str] = scope["path"]
         self.headers: Final[list[tuple[bytes, bytes]]] = scope["headers"]
         self.changed: Final = asyncio.Event()
-        self.left = False
+        self._leaving: Final = asyncio.Event()
         self._hang: Hang | None = None
         self._die: Die | None = None
         self._watch: asyncio.Task[None] | None = None
         self._request_id = self.header(b"x-request-id")
         self._number = 0
         self.seen: Seen | None = None
+
+    @property
+    def left(self) -> bool:
+        return self._leaving.is_set()
 
     def header(self, name: bytes) -> str | None:
         return next((value.decode("latin-1") for key, value in self.headers if key == name), None)
@@ -145,9 +149,7 @@ class Exchange:
     async def _stop(self, fault: Hang) -> None:
         try:
             async with asyncio.timeout(fault.seconds):
-                while not self.left:
-                    await self.changed.wait()
-                    self.changed.clear()
+                await self._leaving.wait()
         except TimeoutError:
             return
         raise Gone("gone")
@@ -160,5 +162,5 @@ class Exchange:
     async def _await_leaving(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.left = True
+        self._leaving.set()
         self.changed.set()

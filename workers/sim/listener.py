@@ -24,6 +24,7 @@ class Listener:
             log_config=None,
             access_log=False,
             lifespan="off",
+            proxy_headers=False,
             timeout_keep_alive=5,  # vLLM's
         )
         self._config.load()

@@ -125,6 +125,7 @@ class LiveEngine:
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._slow = 1.0
+        self._closed = False
         self._unsaid: list[dict[str, Any]] = []
         self.engine: Final = Engine(limits, rates, lookup=None if pool is None else self._lookup)
 
@@ -155,6 +156,8 @@ class LiveEngine:
 
     def cancel(self, stream: Stream) -> None:
         """Ends the turn, wherever it is; does nothing when it has ended."""
+        if self._closed:
+            return
         now = self._loop.time()
         self._advance(now)
         if self._streams.pop(stream.turn, None) is not None:
@@ -182,6 +185,7 @@ class LiveEngine:
 
     def close(self) -> None:
         """The end of this life: all turns are lost."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:

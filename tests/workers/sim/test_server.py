@@ -1,0 +1,509 @@
+"""The simulated worker over real sockets: what clients get, what is published, what faults look like."""
+
+import asyncio
+import base64
+import itertools
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import openai
+import pytest
+import zmq
+import zmq.asyncio
+
+from store.hashing import HashScheme, chain
+from workers.launch.ports import free_ports
+from workers.launch.tiny_model import make_tiny_model
+from workers.sim.engine import Rates
+from workers.sim.life import Spec
+from workers.sim.live import PullRates
+from workers.sim.server import Worker
+
+PORTS = free_ports(above=21_320)
+SCHEME = HashScheme("sha256_cbor", 32)
+FAST = Rates(prefill_tok_s=200_000.0, step_s=0.002, decode_seq_s=0.0001)
+CHAT = "/v1/chat/completions"
+HELLO = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+
+
+class MemoryPool:
+    """A pool in this process that several workers may share. `broken`: loads fail."""
+
+    def __init__(self) -> None:
+        self.blocks: set[bytes] = set()
+        self.broken = False
+
+    def prefix(self, digests: Any) -> int:
+        return sum(1 for _ in itertools.takewhile(lambda digest: digest in self.blocks, digests))
+
+    def put(self, digests: Any) -> list[bool]:
+        new = [digest not in self.blocks for digest in digests]
+        self.blocks.update(digests)
+        return new
+
+    def get(self, digests: Any) -> list[bool]:
+        return [digest in self.blocks and not self.broken for digest in digests]
+
+
+class Running:
+    """A worker and a client for it."""
+
+    def __init__(self, spec: Spec, http: httpx.AsyncClient) -> None:
+        self.spec = spec
+        self.http = http
+        self.url = str(http.base_url).rstrip("/")
+
+    async def chat(self, **more: Any) -> httpx.Response:
+        return await self.http.post(CHAT, json={**HELLO, "max_tokens": 4, **more})
+
+    async def ids(self, tokens: list[int], output: int = 1, **more: Any) -> dict[str, Any]:
+        body = {"model": "tiny", "prompt": tokens, "max_tokens": output, "ignore_eos": True, **more}
+        answer = await self.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def faults(self, **faults: Any) -> None:
+        answer = await self.control("POST", "/sim/faults", json=faults)
+        assert answer.status_code == 200, answer.text
+
+    async def control(self, method: str, path: str, **more: Any) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.spec.control_port}") as http:
+            return await http.request(method, path, **more)
+
+    async def report(self) -> dict[str, Any]:
+        return (await self.control("GET", "/sim/requests")).json()
+
+    async def metric(self, name: str) -> float:
+        page = (await self.control("GET", "/metrics")).text
+        rows = [
+            line.rsplit(" ", 1)[1] for line in page.splitlines() if line.split("{")[0].split(" ")[0] == name
+        ]
+        return sum(map(float, rows))
+
+    async def idle(self) -> None:
+        """Nothing runs and nobody is connected to a turn any more."""
+        async with asyncio.timeout(5):
+            while await self.metric("vllm:num_requests_running") + await self.metric(
+                "vllm:num_requests_waiting"
+            ):
+                await asyncio.sleep(0.01)
+            while (await self.report())["open"]:
+                await asyncio.sleep(0.01)
+
+    async def batches(self) -> list[list[dict[str, Any]]]:
+        """Every batch of this life, through the replay protocol."""
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as socket:
+            socket.set(zmq.LINGER, 0)
+            socket.connect(f"tcp://127.0.0.1:{self.spec.replay_port}")
+            await socket.send_multipart([b"", (0).to_bytes(8, "big")])
+            found: list[list[dict[str, Any]]] = []
+            while True:
+                _, _, sequence, payload = await asyncio.wait_for(socket.recv_multipart(), 5)
+                if sequence == b"\xff" * 8:
+                    return found
+                assert int.from_bytes(sequence, "big") == len(found)
+                found.append(msgspec.msgpack.decode(payload)[1])
+
+    async def events(self, kind: str, medium: str = "GPU") -> list[dict[str, Any]]:
+        return [
+            event
+            for batch in await self.batches()
+            for event in batch
+            if event["type"] == kind and event.get("medium") == medium
+        ]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@asynccontextmanager
+async def running(model: Path, pool: MemoryPool | None = None, **more: Any) -> AsyncIterator[Running]:
+    spec = Spec(
+        model=model,
+        names=("tiny",),
+        host="127.0.0.1",
+        port=next(PORTS),
+        events_port=next(PORTS),
+        replay_port=next(PORTS),
+        control_port=next(PORTS),
+        scheme=SCHEME,
+        blocks=64,
+        max_model_len=2000,
+        rates=FAST,
+        pull=PullRates(),
+    )
+    spec = replace(spec, **more)
+    worker = Worker(spec, pool)
+    await worker.start()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{spec.port}", timeout=10.0) as http:
+            yield Running(spec, http)
+    finally:
+        await worker.close()
+
+
+@pytest.fixture
+async def worker(model: Path) -> AsyncIterator[Running]:
+    async with running(model) as it:
+        yield it
+
+
+async def test_the_openai_sdk_gets_text_streams_and_tool_calls(worker: Running) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{worker.url}/v1", api_key="none", max_retries=0)
+    messages: Any = HELLO["messages"]
+    whole = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=9)
+    stream = await client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=9, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content != ""
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 9
+    tools: Any = [
+        {
+            "type": "function",
+            "function": {
+                "name": "read",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}},
+                    "required": ["path", "lines"],
+                },
+            },
+        }
+    ]
+    called = await client.chat.completions.create(
+        model="tiny", messages=messages, tools=tools, tool_choice="required"
+    )
+    assert called.choices[0].finish_reason == "tool_calls"
+    call: Any = (called.choices[0].message.tool_calls or [])[0]
+    assert json.loads(call.function.arguments) == {"path": "path", "lines": 1}
+    stream = await client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        tools=tools,
+        stream=True,
+        tool_choice={"type": "function", "function": {"name": "read"}},
+    )
+    deltas = [
+        piece
+        async for chunk in stream
+        for choice in chunk.choices
+        for piece in choice.delta.tool_calls or []
+        if piece.function is not None
+    ]
+    assert "".join(piece.function.arguments or "" for piece in deltas) == call.function.arguments
+    assert [piece.function.name for piece in deltas if piece.function.name] == ["read"]
+    await client.close()
+
+
+async def test_the_same_prompt_and_seed_give_the_same_answer(worker: Running, model: Path) -> None:
+    one, two = (await worker.chat()).json(), (await worker.chat()).json()
+    assert one["choices"] == two["choices"]
+    assert (await worker.chat(seed=7)).json()["choices"] != one["choices"]
+    async with running(model, seed=5) as other:
+        assert (await other.chat()).json()["choices"] != one["choices"]
+
+
+async def test_an_answer_that_comes_back_in_a_prompt_has_its_tokens(worker: Running) -> None:
+    answer = (await worker.chat(max_tokens=90, ignore_eos=True)).json()
+    content = answer["choices"][0]["message"]["content"]
+    messages = [*HELLO["messages"], {"role": "assistant", "content": content}, *HELLO["messages"]]
+    following = (await worker.chat(messages=messages)).json()
+    details = following["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] == (answer["usage"]["total_tokens"] - 1) // 32 * 32 > 64
+
+
+async def test_events_are_the_chain_of_prompt_and_answer(worker: Running) -> None:
+    tokens = list(range(100, 170))
+    answer = await worker.ids(tokens, 30, cache_salt="tenant", return_token_ids=True, session_id="s")
+    everything = tokens + answer["choices"][0]["token_ids"]
+    blocks = chain(everything, SCHEME, cache_salt="tenant")
+    stored = await worker.events("BlockStored")
+    assert [event["block_hashes"] for event in stored] == [list(blocks.keys[:2]), list(blocks.keys[2:3])]
+    assert [event["parent_block_hash"] for event in stored] == [None, blocks.keys[1]]
+    assert [token for event in stored for token in event["token_ids"]] == everything[:96]
+    assert [event["extra_keys"] for event in stored] == [[["tenant"], None], [None]]
+    assert {event["session_id"] for event in stored} == {"s"}
+
+
+async def test_a_full_cache_forgets_the_oldest_tail_first(worker: Running) -> None:
+    old, new = list(range(100, 1060)), list(range(2000, 3216))
+    await worker.ids(old)
+    await worker.ids(new)
+    removed = await worker.events("BlockRemoved")
+    keys = list(chain(old, SCHEME).keys)
+    assert [event["block_hashes"] for event in removed] == [[key] for key in reversed(keys[-len(removed) :])]
+    # 30 and 38 blocks, in 63.
+    assert len(removed) == 5
+
+
+async def test_pool_blocks_are_announced_once_and_loaded_by_another(model: Path) -> None:
+    pool = MemoryPool()
+    tokens = list(range(100, 200))
+    keys = list(chain(tokens, SCHEME).keys)
+    async with running(model, pool) as one, running(model, pool) as two:
+        await one.ids(tokens)
+        async with asyncio.timeout(5):
+            while len(await one.events("BlockStored", "cpu")) < 3:
+                await asyncio.sleep(0.01)
+        announced = await one.events("BlockStored", "cpu")
+        assert [event["block_hashes"] for event in announced] == [[key] for key in keys]
+        assert [event["parent_block_hash"] for event in announced] == [None, *keys[:2]]
+        assert all("extra_keys" not in event for event in announced)
+        usage = (await two.ids(tokens))["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 96
+        assert await two.metric("vllm:external_prefix_cache_hits_total") == 96
+        assert [event["block_hashes"] for event in await two.events("BlockStored")] == [keys]
+        await two.idle()
+        assert await two.events("BlockStored", "cpu") == []
+        pool.broken = True
+        usage = (await two.ids(tokens[:64] + tokens))["usage"]
+        assert usage["prompt_tokens"] == 164
+
+
+async def test_a_failed_load_is_computed(model: Path) -> None:
+    pool = MemoryPool()
+    async with running(model, pool) as one, running(model, pool) as two:
+        await one.ids(list(range(100, 200)))
+        await one.idle()
+        pool.broken = True
+        await two.ids(list(range(100, 200)))
+        assert len(await two.events("BlockStored")) == 1
+
+
+async def test_vllms_refusals(worker: Running) -> None:
+    async def refused(path: str, content: Any) -> tuple[int, str, Any]:
+        body = content if isinstance(content, str) else json.dumps(content)
+        answer = await worker.http.post(path, content=body)
+        error = answer.json()["error"]
+        assert error["code"] == answer.status_code
+        return answer.status_code, error["type"], error["param"]
+
+    assert await refused(CHAT, {**HELLO, "model": "nope"}) == (404, "NotFoundError", "model")
+    assert await refused(CHAT, {"model": "tiny"}) == (400, "Bad Request", "body.messages")
+    assert await refused(CHAT, "{bad") == (400, "Bad Request", "body")
+    assert await refused(CHAT, {**HELLO, "max_tokens": 0}) == (400, "BadRequestError", "max_tokens")
+    assert await refused(CHAT, {**HELLO, "max_tokens": "x"}) == (400, "Bad Request", "body.max_tokens")
+    assert await refused(CHAT, {**HELLO, "kv_transfer_params": {"prompt_token_ids": []}}) == (
+        400,
+        "BadRequestError",
+        "kv_transfer_params.prompt_token_ids",
+    )
+    assert await refused("/v1/completions", {"model": "tiny", "prompt": [99999]}) == (
+        400,
+        "BadRequestError",
+        None,
+    )
+    assert await refused("/v1/completions", {"model": "tiny", "prompt": list(range(1, 2001))}) == (
+        400,
+        "BadRequestError",
+        "input_tokens",
+    )
+    assert (await worker.http.get("/nothing")).status_code == 404
+    assert (await worker.http.get(CHAT)).status_code == 405
+    await worker.idle()
+
+
+async def test_forwarded_ids_take_the_place_of_the_prompt(worker: Running) -> None:
+    ids = list(range(50, 130))
+    answer = (await worker.chat(kv_transfer_params={"prompt_token_ids": ids})).json()
+    assert answer["usage"]["prompt_tokens"] == 80
+    (stored,) = await worker.events("BlockStored")
+    assert stored["block_hashes"] == list(chain(ids, SCHEME).keys)
+
+
+async def test_render_tokenize_and_detokenize_agree(worker: Running) -> None:
+    rendered = (await worker.http.post(f"{CHAT}/render", json=HELLO)).json()["token_ids"]
+    tokenized = (await worker.http.post("/tokenize", json=HELLO)).json()
+    assert rendered == tokenized["tokens"]
+    assert tokenized["count"] == len(rendered)
+    text = (await worker.http.post("/detokenize", json={"model": "tiny", "tokens": rendered})).json()[
+        "prompt"
+    ]
+    assert "hello" in text
+
+
+async def test_every_prompt_and_choice_is_answered_and_stop_texts_end_one(worker: Running) -> None:
+    body = {"model": "tiny", "prompt": ["one", "two"], "n": 2, "max_tokens": 5}
+    answer = await worker.http.post("/v1/completions", json=body)
+    texts = [choice["text"] for choice in answer.json()["choices"]]
+    assert len(set(texts)) == 4
+    streamed = await worker.http.post("/v1/completions", json={**body, "stream": True})
+    pieces = [""] * 4
+    for line in streamed.text.split("\n\n"):
+        if line.startswith("data: {"):
+            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+            pieces[choice["index"]] += choice["text"]
+    assert pieces == texts
+    stop = texts[0].split()[2]
+    cut = (await worker.http.post("/v1/completions", json={**body, "stop": stop})).json()["choices"][0]
+    assert cut["finish_reason"] == "stop"
+    assert cut["text"] == texts[0][: texts[0].index(stop)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_everything(worker: Running, stream: bool) -> None:
+    body = {**HELLO, "max_tokens": 1900, "ignore_eos": True, "stream": stream}
+    asking = [asyncio.create_task(worker.http.post(CHAT, json=body)) for _ in range(3)]
+    async with asyncio.timeout(5):
+        while await worker.metric("vllm:num_requests_running") < 3:
+            await asyncio.sleep(0.01)
+    assert (await worker.control("GET", "/load")).json() == {"server_load": 3}
+    for task in asking:
+        task.cancel()
+    await worker.idle()
+    assert await worker.metric("vllm:kv_cache_usage_perc") == 0
+    assert (await worker.report())["ended"] == {"gone": 3, "done": (await worker.report())["ended"]["done"]}
+
+
+async def test_requests_can_be_read_back_byte_for_byte(worker: Running) -> None:
+    body = b'{ "model":"tiny" ,"prompt": "\xc3\xa9 \\u00e9",\n"max_tokens":1}'
+    await worker.http.post("/v1/completions", content=body, headers={"X-Request-Id": "r-1", "X-Twice": "a"})
+    seen = next(each for each in (await worker.report())["requests"] if each["path"] == "/v1/completions")
+    assert base64.b64decode(seen["body_base64"]) == body
+    assert ["x-request-id", "r-1"] in seen["headers"]
+    assert (await worker.control("GET", f"/sim/requests/{seen['number']}/body")).content == body
+
+
+async def broken_stream(worker: Running, **fault: Any) -> tuple[bytes, Exception | None]:
+    """What a client gets of a stream before it breaks, and how it breaks."""
+    await worker.faults(**fault)
+    got = b""
+    try:
+        body = {**HELLO, "max_tokens": 50, "ignore_eos": True, "stream": True}
+        async with worker.http.stream("POST", CHAT, json=body) as answer:
+            async for piece in answer.aiter_bytes():
+                got += piece
+    except httpx.TransportError as broken:
+        return got, broken
+    return got, None
+
+
+async def test_die_cuts_a_stream_after_so_many_chunks(worker: Running) -> None:
+    got, broken = await broken_stream(worker, die={"after_chunks": 3, "how": "reset"})
+    assert got.count(b"data: ") == 3
+    assert isinstance(broken, httpx.ReadError)
+    got, broken = await broken_stream(worker, die={"after_chunks": 2, "how": "eof"})
+    assert got.count(b"data: ") == 2
+    assert isinstance(broken, httpx.RemoteProtocolError)
+    _, broken = await broken_stream(worker, die={"after_chunks": None})
+    assert isinstance(broken, httpx.ReadError)
+    await worker.faults()
+    got, broken = await broken_stream(worker)
+    assert broken is None
+    assert got.endswith(b"data: [DONE]\n\n")
+    await worker.idle()
+    assert (await worker.report())["ended"]["fault"] == 3
+
+
+async def test_die_cuts_a_whole_answer_in_its_middle(worker: Running) -> None:
+    await worker.faults(die={"after_chunks": 0, "how": "eof", "times": 1})
+    with pytest.raises(httpx.RemoteProtocolError):
+        await worker.chat()
+    assert (await worker.chat()).status_code == 200
+
+
+async def test_hang_stops_before_the_headers_or_in_a_stream_and_goes_on_or_not(worker: Running) -> None:
+    await worker.faults(hang={"after_chunks": None, "times": 1})
+    with pytest.raises(httpx.ReadTimeout):
+        await worker.http.post(CHAT, json=HELLO, timeout=0.2)
+    got, broken = await broken_stream(worker, hang={"after_chunks": 2, "seconds": 0.2})
+    assert broken is None
+    assert got.endswith(b"data: [DONE]\n\n")
+    await worker.idle()
+
+
+async def test_status_answers_for_the_engine(worker: Running) -> None:
+    await worker.faults(
+        status={"status": 429, "body": '{"full":1}', "headers": {"Retry-After": "3"}, "times": 1}
+    )
+    answer = await worker.chat()
+    assert (answer.status_code, answer.text, answer.headers["retry-after"]) == (429, '{"full":1}', "3")
+    assert (await worker.chat()).status_code == 200
+    await worker.faults(status={"status": 503, "path": "/health"})
+    assert (await worker.http.get("/health")).status_code == 503
+    assert (await worker.control("GET", "/sim/faults")).json()["status"]["status"] == 503
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+async def test_refuse_lets_nobody_in_until_it_is_over(worker: Running, how: str) -> None:
+    await worker.chat()
+    await worker.faults(refuse={"how": how})
+    await asyncio.sleep(0.1)
+    with pytest.raises(httpx.ConnectError if how == "close" else httpx.ReadError):
+        await worker.chat()
+    await worker.faults(refuse={"how": how, "seconds": 0.1})
+    await asyncio.sleep(0.3)
+    assert (await worker.chat()).status_code == 200
+
+
+async def test_slow_takes_so_many_times_as_long(worker: Running) -> None:
+    async def seconds() -> float:
+        begun = asyncio.get_running_loop().time()
+        await worker.chat(max_tokens=40, ignore_eos=True)
+        return asyncio.get_running_loop().time() - begun
+
+    normal = await seconds()
+    await worker.faults(slow=6.0)
+    assert await seconds() > 3 * normal
+
+
+async def test_a_restart_is_another_life(worker: Running) -> None:
+    await worker.ids(list(range(100, 200)))
+    before = await worker.metric("process_start_time_seconds")
+    asking = asyncio.create_task(worker.chat(max_tokens=1900, ignore_eos=True))
+    async with asyncio.timeout(5):
+        while not await worker.metric("vllm:num_requests_running"):
+            await asyncio.sleep(0.01)
+    await worker.faults(restart={"down_s": 0.1})
+    with pytest.raises(httpx.TransportError):
+        await asking
+    async with asyncio.timeout(5):
+        while await worker.metric("process_start_time_seconds") == before:
+            await asyncio.sleep(0.02)
+    assert await worker.batches() == []
+    usage = (await worker.ids(list(range(100, 200))))["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert len(await worker.batches()) == 1
+
+
+async def test_dropped_batches_are_missed_live_but_remembered(worker: Running) -> None:
+    with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.set(zmq.LINGER, 0)
+        socket.connect(f"tcp://127.0.0.1:{worker.spec.events_port}")
+        socket.subscribe("")
+        number = 0
+        while not await socket.poll(50):
+            number += 1
+            await worker.ids([number] * 40)
+        seen = [int.from_bytes((await socket.recv_multipart())[1], "big") for _ in range(1)]
+        while await socket.poll(100):
+            seen.append(int.from_bytes((await socket.recv_multipart())[1], "big"))
+        await worker.faults(drop_events=2)
+        for number in range(1001, 1004):
+            await worker.ids([number] * 40)
+        last = int.from_bytes((await socket.recv_multipart())[1], "big")
+        assert last == seen[-1] + 3
+        assert len(await worker.batches()) == last + 1
+
+
+async def test_hundreds_of_streams_at_once(model: Path) -> None:
+    async with running(model, blocks=2000, rates=Rates(1e6, 0.05, 0.0001)) as worker:
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(base_url=worker.url, limits=limits, timeout=30.0) as http:
+            body = {**HELLO, "max_tokens": 8, "ignore_eos": True, "stream": True}
+            answers = await asyncio.gather(*(http.post(CHAT, json={**body, "seed": n}) for n in range(200)))
+        assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)
+        assert len({answer.text.split('"content":')[2] for answer in answers}) > 100
+        await worker.idle()
