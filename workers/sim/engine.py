@@ -245,7 +245,9 @@ class Engine:
         return turn.produced_before + self._done + self._passed(now) - turn.first_step
 
     def submit(self, turn: Turn, now: float) -> None:
-        """A request arrives. Raises ValueError when it could never run: more blocks than there are."""
+        """A request arrives. Raises ValueError when it could never run: empty, or more blocks than exist."""
+        if turn.prompt_tokens < 1:
+            raise ValueError("The decoder prompt cannot be empty")
         if self._blocks(turn.prompt_tokens + turn.output_tokens - 1) > self.cache.capacity:
             raise ValueError("the request does not fit the cache")
         assert turn.state == "new"

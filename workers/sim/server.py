@@ -163,7 +163,7 @@ class Worker:
             asked: TextPrompt | TokensPrompt
             if isinstance(each, str):
                 asked = TextPrompt(text=each, add_special_tokens=shape.add_special_tokens)
-            elif max(each) >= self._vocabulary.size or min(each) < 0:
+            elif max(each, default=0) >= self._vocabulary.size or min(each, default=0) < 0:
                 raise Refused(f"Token id {max(each)} is out of vocabulary")
             else:
                 asked = TokensPrompt(ids=each)

@@ -125,6 +125,14 @@ def test_what_never_fits_is_refused() -> None:
         engine(blocks=4).submit(turn("a", 16, 2), 0.0)
 
 
+def test_an_empty_prompt_is_refused_and_leaves_nothing_behind() -> None:
+    it = engine()
+    with pytest.raises(ValueError, match="empty"):
+        it.submit(turn("none", 0), 0.0)
+    it.submit(turn("a", 9), 0.0)
+    assert len(of(Finished, run(it))) == 1
+
+
 def test_a_pool_hit_beyond_the_local_one_is_loaded_first() -> None:
     it = engine(lookup=lambda _: 6)
     it.submit(turn("a", 9), 0.0)

@@ -315,6 +315,14 @@ async def test_vllms_refusals(worker: Running) -> None:
     await worker.idle()
 
 
+@pytest.mark.parametrize("prompt", ["", [""], [[]], []])
+async def test_an_empty_prompt_is_refused_and_the_next_one_served(worker: Running, prompt: Any) -> None:
+    answer = await worker.http.post("/v1/completions", json={"model": "tiny", "prompt": prompt})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "BadRequestError")
+    assert (await worker.ids([1]))["usage"]["completion_tokens"] == 1
+    await worker.idle()
+
+
 async def test_forwarded_ids_take_the_place_of_the_prompt(worker: Running) -> None:
     ids = list(range(50, 130))
     answer = (await worker.chat(kv_transfer_params={"prompt_token_ids": ids})).json()
