@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.decisions import Audit, DecisionRecord, Outcome
+from gateway.divergence import Divergence
 from policies.types import Scored
 from workers.leases import TargetLoad
 from workers.worker import Worker
@@ -140,6 +141,34 @@ class OutcomeView(Answer):
         )
 
 
+class DivergenceView(Answer):
+    previous_request_id: str = Field(description="The turn whose prompt this one departs from.")
+    inferred: bool = Field(description="The session was recognised by its prompts, not named by the client.")
+    cause: str = Field(description="What differs first: a tool, a message, system, cache_salt, or unknown.")
+    token: int = Field(description="The first token that differs.")
+    block: int = Field(description="Its block.")
+    lost_tokens: int = Field(
+        description="Tokens in blocks of the previous prompt that could have been used again."
+    )
+    before: str = Field(description="Text before that token, the same in both prompts.")
+    previously: str = Field(description="Text from there on in the previous prompt.")
+    now: str = Field(description="Text from there on in this one.")
+
+    @classmethod
+    def of(cls, found: Divergence) -> "DivergenceView":
+        return cls(
+            previous_request_id=found.previous_request_id,
+            inferred=found.inferred,
+            cause=found.cause,
+            token=found.token,
+            block=found.block,
+            lost_tokens=found.lost_tokens,
+            before=found.before,
+            previously=found.previously,
+            now=found.now,
+        )
+
+
 class DecisionView(Answer):
     request_id: str
     time: float = Field(description="Unix seconds.")
@@ -156,11 +185,15 @@ class DecisionView(Answer):
     predicted_cached_tokens: int
     candidates: list[CandidateView]
     timings_ms: dict[str, float]
+    divergence: DivergenceView | None = Field(
+        description="Where the prompt leaves its session's previous one; null if it only goes on from it."
+    )
     outcome: OutcomeView | None = Field(description="null while the turn runs, and for explanations.")
 
     @classmethod
     def of(cls, record: DecisionRecord) -> "DecisionView":
         decision = record.decision
+        divergence = record.prefix.divergence if record.prefix else None
         return cls(
             request_id=record.request_id,
             time=record.time,
@@ -177,6 +210,7 @@ class DecisionView(Answer):
             predicted_cached_tokens=record.predicted_cached_tokens,
             candidates=[CandidateView.of(scored) for scored in decision.scored],
             timings_ms=record.timings,
+            divergence=DivergenceView.of(divergence) if divergence else None,
             outcome=OutcomeView.of(record.outcome) if record.outcome else None,
         )
 

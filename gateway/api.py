@@ -9,6 +9,7 @@ import msgspec
 
 from gateway import errors
 from gateway.exchange import Headers
+from gateway.sessions import named_in_body
 from gateway.usage import AnswerTail
 from store.prompt.request import (
     ChatPrompt,
@@ -30,6 +31,7 @@ class ParsedTurn:
     """A request as routing sees it.
 
     prompt: what shapes the engine's prompt, None where it can't be known; `unknown` then says why.
+    session: what the body calls the session it belongs to, "" if it doesn't.
     reads_cache: whether the engine looks for cached blocks (with prompt_logprobs, for one, it does not).
     one_sequence: whether the answer's usage speaks of one prompt and one sequence only.
     """
@@ -38,6 +40,7 @@ class ParsedTurn:
     model: str
     prompt: PromptRequest | None = None
     unknown: str = ""
+    session: str = ""
     reads_cache: bool = True
     one_sequence: bool = True
 
@@ -82,6 +85,9 @@ class _ChatTurn(ChatPrompt, kw_only=True):
     echo: bool | None = None
     prompt_logprobs: int | None = None
     kv_transfer_params: Any = None
+    metadata: Any = None
+    session_id: Any = None
+    prompt_cache_key: Any = None
 
 
 class _Completion(msgspec.Struct):
@@ -97,6 +103,9 @@ class _Completion(msgspec.Struct):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     kv_transfer_params: Any = None
+    metadata: Any = None
+    session_id: Any = None
+    prompt_cache_key: Any = None
 
 
 class _CompletionShape(msgspec.Struct):
@@ -115,6 +124,9 @@ class _MessagesTurn(MessagesPrompt, kw_only=True):
     messages: list[dict[str, Any]]  # pyright: ignore[reportIncompatibleVariableOverride]
     stream: bool | None = None
     kv_transfer_params: Any = None
+    metadata: Any = None
+    session_id: Any = None
+    prompt_cache_key: Any = None
 
 
 class _Messages(msgspec.Struct):
@@ -132,6 +144,9 @@ class _ResponsesTurn(ResponsesPrompt, kw_only=True):
     model: str
     stream: bool | None = None
     kv_transfer_params: Any = None
+    metadata: Any = None
+    session_id: Any = None
+    prompt_cache_key: Any = None
 
 
 class _Responses(msgspec.Struct):
@@ -171,6 +186,7 @@ def _chat(body: bytes) -> ParsedTurn:
         head.model,
         prompt,
         "" if prompt is not None else "invalid",
+        session=_session(head) if isinstance(head, _ChatTurn) else "",
         reads_cache=head.prompt_logprobs is None and not head.echo,
         one_sequence=(head.n or 1) == 1,
     )
@@ -189,6 +205,7 @@ def _completion(body: bytes) -> ParsedTurn:
         head.model,
         prompt,
         "" if prompt is not None else "invalid",
+        session=_session(head),
         reads_cache=head.prompt_logprobs is None and not (head.echo and head.logprobs is not None),
         one_sequence=single,
     )
@@ -216,7 +233,11 @@ def _whole(
         _refuse_transfer(head.kv_transfer_params)
         return ParsedTurn(api, head.model, unknown="invalid")
     _refuse_transfer(turn.kv_transfer_params)
-    return ParsedTurn(api, turn.model, turn)
+    return ParsedTurn(api, turn.model, turn, session=_session(turn))
+
+
+def _session(body: "_ChatTurn | _Completion | _MessagesTurn | _ResponsesTurn") -> str:
+    return named_in_body(body.metadata, body.session_id, body.prompt_cache_key)
 
 
 def _prompts(given: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
@@ -265,7 +286,8 @@ def _decode(body: bytes, kind: type[S]) -> S:
         return msgspec.json.decode(body, type=kind, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         pass
-    # Lone surrogates, NaN and 1e999 are no JSON, but vLLM reads bodies with Python's parser, which takes them.
+    # Lone surrogates, NaN and 1e999 are no JSON, but vLLM reads bodies with Python's parser, which takes
+    # them.
     try:
         return msgspec.convert(json.loads(body), kind, strict=False)
     except msgspec.ValidationError as error:

@@ -9,6 +9,7 @@ from importlib import import_module
 from gateway.admin import AdminParts, build_admin
 from gateway.admin_views import IndexEntry, PoolAnswer, index_entries
 from gateway.auth import AdminToken, ClientKeys, Guard
+from gateway.breaks import PrefixBreaks
 from gateway.decisions import DecisionLog
 from gateway.errors import ErrorBoundary
 from gateway.exchange import Receive, Scope, Send
@@ -67,6 +68,9 @@ class Gateway:
             self.metrics.parity_check,
             self.knowledge.scheme,
         )
+        self.breaks = PrefixBreaks(
+            self.prompts, self.metrics.prefix_break, self.metrics.prefix_report_dropped
+        )
         self.probe = Probe(
             self.fleet,
             interval_s=settings.workers.health_interval_s,
@@ -100,13 +104,14 @@ class Gateway:
             debug_headers=settings.routing.headers == "debug",
             parity=self.prompts.parity,
             forward_tokens=settings.prompt.forward_tokens,
+            breaks=self.breaks,
         )
         self._admin = build_admin(
             AdminParts(
                 settings=settings,
                 fleet=self.fleet,
                 loads=self.fleet.leases,
-                explainer=Explainer(router),
+                explainer=Explainer(router, self.breaks),
                 decisions=self.decisions,
                 index=self._index_report,
                 pool=self._pool_report,
@@ -152,6 +157,7 @@ class Gateway:
         await self.transport.start()
         running.push_async_callback(self.transport.close)
         running.push_async_callback(self.prompts.close)
+        running.push_async_callback(self.breaks.close)
         if self.pool is not None:
             await self.pool.start()
             running.push_async_callback(self.pool.close)

@@ -4,6 +4,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gateway.divergence import PrefixReport
 from policies.types import Decision
 
 OutcomeKind = Literal["ok", "error", "cancelled"]
@@ -29,6 +30,7 @@ class DecisionRecord:
     """One decision. `time` in Unix seconds; `timings` in milliseconds by step; `outcome` comes at the end.
 
     unrenderable: why the prompt's tokens could not be computed, "" if they could.
+    prefix: where the prompt leaves its session's last one; None if it doesn't.
     The policy's Decision is kept as it is; turning it into text is left to whoever reads the record.
     """
 
@@ -42,6 +44,7 @@ class DecisionRecord:
     timings: dict[str, float] = field(default_factory=dict[str, float])
     unrenderable: str = ""
     outcome: Outcome | None = None
+    prefix: PrefixReport | None = None
 
     @property
     def predicted_cached_tokens(self) -> int:

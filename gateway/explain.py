@@ -4,6 +4,7 @@ import time
 import uuid
 
 from gateway.api import parse
+from gateway.breaks import PrefixBreaks
 from gateway.decisions import DecisionRecord
 from gateway.router import Router
 
@@ -11,8 +12,9 @@ from gateway.router import Router
 class Explainer:
     """Takes no lease, counts nothing, records nothing."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, breaks: PrefixBreaks) -> None:
         self._router = router
+        self._breaks = breaks
 
     async def explain(self, path: str, body: bytes) -> DecisionRecord:
         """The decision for `body` posted to `path` now. Raises errors.ApiError."""
@@ -28,4 +30,5 @@ class Explainer:
             self._router.decide(sight),
             {"look": sight.seconds * 1e3},
             sight.understood.unknown,
+            prefix=await self._breaks.explain(parsed, sight),
         )

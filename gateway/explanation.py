@@ -23,7 +23,10 @@ def as_text(view: Mapping[str, Any]) -> str:
         ]
         for candidate in candidates
     ]
-    return "\n".join([_headline(view), _prompt_line(view), "", *_table(header, rows)])
+    lines = [_headline(view), _prompt_line(view), "", *_table(header, rows)]
+    if view["divergence"]:
+        lines += ["", *_divergence(view["divergence"])]
+    return "\n".join(lines)
 
 
 def _headline(view: Mapping[str, Any]) -> str:
@@ -41,6 +44,18 @@ def _prompt_line(view: Mapping[str, Any]) -> str:
         f"{model}: {tokens} prompt tokens in {view['blocks']} full blocks of {view['block_size']}, "
         f"{cached} of them cached there, {tokens - cached} to compute"
     )
+
+
+def _divergence(found: Mapping[str, Any]) -> list[str]:
+    session = "a session that looks the same" if found["inferred"] else "its session"
+    return [
+        f"prefix breaks at token {found['token']} (block {found['block']}): {found['cause']}, "
+        f"{found['lost_tokens']} tokens lost",
+        f"  the last prompt of {session}: {found['previous_request_id']}",
+        f"  after  {found['before']!r}",
+        f"  before {found['previously']!r}",
+        f"  now    {found['now']!r}",
+    ]
 
 
 def _number(value: float) -> str:

@@ -110,6 +110,12 @@ class Metrics:
         self._parity_checks = counter(
             "parity_checks", "Prompts made here compared with a worker's.", "model", "api", "result"
         )
+        self._prefix_breaks = counter(
+            "prefix_breaks", "Turns that repeat their session's prompt after a change.", "model", "cause"
+        )
+        self._prefix_reports_dropped = counter(
+            "prefix_reports_dropped", "Departing prompts not looked into: too many at once."
+        )
         self._by_worker = (self._kv_events, self._upstream_errors)
         # Made once: they are on every turn's way, and show as 0 from the start.
         self._sources = {s: self._prompt_tokens.labels(s) for s in ("local", "pool", "computed")}
@@ -171,6 +177,15 @@ class Metrics:
         """A prompt made here was compared with the worker's: equal, differs or unavailable."""
         labels = self._model(model), self._word("api", api), self._word("parity", result)
         self._parity_checks.labels(*labels).inc()
+
+    @_harmless
+    def prefix_break(self, model: str, cause: str) -> None:
+        """A turn lost what its session had cached: by its tools, system, message, or unknown."""
+        self._prefix_breaks.labels(self._model(model), self._word("cause", cause)).inc()
+
+    @_harmless
+    def prefix_report_dropped(self) -> None:
+        self._prefix_reports_dropped.inc()
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """The page of /metrics and its content type, in the format that `accept` asks for."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import cast, get_args
 
 from gateway.api import ParsedTurn
+from gateway.divergence import Texts
 from gateway.parity import Parity, Result
 from gateway.rendering import Ids, NotRendered, WorkerRenderer
 from gateway.settings import ModelSettings, PromptSettings
@@ -145,6 +146,14 @@ class ModelPrompts:
             return None
         try:
             return (await self.source(worker, card).prompt(parsed.prompt, scheme)).tokens
+        except Unrenderable:
+            return None
+
+    async def texts(self, model: str) -> Texts | None:
+        """Prompts of `model` as text, None where they can't be made here."""
+        served = self._served(model)
+        try:
+            return None if served is None else await self.source(*served).loaded()
         except Unrenderable:
             return None
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 from gateway import errors
 from gateway.api import ParsedTurn, is_event_stream, parse
+from gateway.breaks import PrefixBreaks
 from gateway.decisions import DecisionLog, DecisionRecord, Outcome, OutcomeKind
+from gateway.divergence import PrefixReport
 from gateway.exchange import ClientGone, Exchange, Headers, Receive, Scope, Send
 from gateway.headers import for_client, for_worker
 from gateway.metrics import Metrics
@@ -38,6 +40,7 @@ class TurnState:
     started: float = field(default_factory=time.perf_counter)
     parsed: ParsedTurn | None = None
     sight: Sight | None = None
+    prefix: PrefixReport | None = None
     record: DecisionRecord | None = None
     first_byte: float | None = None
     status: int = 0
@@ -62,6 +65,7 @@ class TurnApp:
         debug_headers: bool,
         parity: Parity,
         forward_tokens: bool,
+        breaks: PrefixBreaks,
     ) -> None:
         self._router = router
         self._transport = transport
@@ -74,6 +78,7 @@ class TurnApp:
         self._debug_headers = debug_headers
         self._parity = parity
         self._forward_tokens = forward_tokens
+        self._breaks = breaks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -102,6 +107,8 @@ class TurnApp:
         turn.sight = await self._router.look(parsed, turn.exchange.path, body)
         if turn.sight.pool_seconds is not None:
             self._metrics.pool_lookup(turn.sight.pool_seconds)
+        exchange = turn.exchange
+        turn.prefix = self._breaks.follow(exchange.request_id, parsed, turn.sight, exchange.headers)
         failed: set[str] = set()
         reset: set[str] = set()
         for attempt in range(1, self._limits.tries + 1):
@@ -236,6 +243,7 @@ class TurnApp:
             decision,
             {"look": sight.seconds * 1e3},
             sight.understood.unknown,
+            prefix=turn.prefix,
         )
         self._decisions.add(turn.record)
         seconds = time.perf_counter() - turn.started

@@ -56,6 +56,14 @@ class Encoder:
                 self._slow_characters += len(pieces[place])
         return [ids for ids in found if ids is not None]
 
+    def decode(self, ids: Ids) -> str:
+        return self._backend.decode(ids.tolist(), skip_special_tokens=False)
+
+    def starts(self, piece: str) -> list[int]:
+        """The character each token of `piece` begins at."""
+        (encoding,) = self._backend.encode_batch([piece], add_special_tokens=False)
+        return [start for start, _ in encoding.offsets]
+
     def around(self, *, add_special_tokens: bool) -> tuple[bytes, bytes]:
         """The ids put before and after a text: the tokenizer's own BOS and the like, if asked for."""
         if not add_special_tokens:

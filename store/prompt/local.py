@@ -22,7 +22,7 @@ from store.prompt.cutting import cut, find_cut_token
 from store.prompt.encoder import Encoder, truncate, truncated
 from store.prompt.messages import chat_of_messages
 from store.prompt.recent import Recent, RecentRequests
-from store.prompt.rendering import Renderer
+from store.prompt.rendering import Renderer, Work
 from store.prompt.request import (
     ChatPrompt,
     Ids,
@@ -33,6 +33,7 @@ from store.prompt.request import (
     TextPrompt,
     TokensPrompt,
     Unrenderable,
+    same_request,
 )
 from store.prompt.responses import chat_of_responses
 from store.prompt.segments import Segment, SegmentCache, chain_keys
@@ -57,10 +58,10 @@ _RUN_IDS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A request's text, UTF-8, with where its pieces end, and what tells the request from others."""
+    """A conversation's newest text, UTF-8, with where its pieces end, and the work of rendering it."""
 
     conversation: Hashable
-    body: bytes
+    work: Work | None
     text: bytes
     ends: Sequence[int]
 
@@ -147,10 +148,7 @@ class LocalPrompts:
             none_hash(scheme.algo, scheme.seed)
         except ValueError as wrong:
             raise Unrenderable("hash_seed_unknown", str(wrong)) from wrong
-        if isinstance(request, MessagesPrompt):
-            request = chat_of_messages(request, self._renderer.messages_facts())
-        elif isinstance(request, ResponsesPrompt):
-            request = chat_of_responses(request)
+        request = self._as_rendered(request)
         if (request.truncate_prompt_tokens or 0) < 0:
             raise Unrenderable("truncate_to_model_length")
         root = _root(request, scheme, lora)
@@ -160,15 +158,17 @@ class LocalPrompts:
             text = self._renderer.render(request) if isinstance(request, ChatPrompt) else request.text
             return Plan(request, scheme, lora, (), (), (text,))
         try:
-            body = msgspec.msgpack.encode(request)
             conversation = (root, _beginning(request))
             recent = self._recent.get(conversation)
-            if recent is not None and recent.body == body:
+            if recent is not None and same_request(recent.request, request):
                 known = self._segments.longest(recent.keys)
                 if len(known) == len(recent.keys):
                     pieces = (recent.tail,) if recent.tail else ()
                     return Plan(request, scheme, lora, recent.keys, known, pieces)
-            rendered = self._renderer.render(request) if isinstance(request, ChatPrompt) else request.text
+            if isinstance(request, ChatPrompt):
+                rendered, work = self._renderer.render_next(request, recent.work if recent else None)
+            else:
+                rendered, work = request.text, None
             text = rendered.encode()
         except UnicodeEncodeError as wrong:
             raise Unrenderable("invalid", "text with lone surrogates") from wrong
@@ -184,8 +184,50 @@ class LocalPrompts:
         starts = [0, *ends]
         pieces = [text[starts[i] : starts[i + 1]].decode() for i in range(len(known), len(ends))]
         return Plan(
-            request, scheme, lora, keys, known, pieces, None, Rendered(conversation, body, text, ends)
+            request, scheme, lora, keys, known, pieces, None, Rendered(conversation, work, text, ends)
         )
+
+    def render(self, request: PromptRequest) -> str:
+        """The text of `request`, special tokens included; none for ids. Raises Unrenderable."""
+        request = self._as_rendered(request)
+        if isinstance(request, TokensPrompt):
+            return ""
+        return self._renderer.render(request) if isinstance(request, ChatPrompt) else request.text
+
+    def decode(self, ids: Ids) -> str:
+        """The text of a few tokens, special ones included."""
+        return self._encoder.decode(ids)
+
+    def character(self, request: PromptRequest, scheme: HashScheme, token: int) -> int:
+        """Where in the rendered text the prompt's token `token` begins. Raises Unrenderable.
+
+        Remembers nothing. Tokenizes what comes before and is not known: tens of milliseconds, if the prompt
+        was not made lately.
+        """
+        request = self._as_rendered(request)
+        if isinstance(request, TokensPrompt) or request.truncate_prompt_tokens is not None:
+            raise Unrenderable("invalid", "tokens without a text of their own")
+        text = self.render(request).encode()
+        ends = cut(text, self._cut_bytes)
+        known = self._segments.longest(chain_keys(_root(request, scheme, None), text, 0, ends))
+        left = token - len(self._encoder.around(add_special_tokens=request.add_special_tokens)[0]) // 4
+        start = 0
+        for place, end in enumerate(ends):
+            piece = text[start:end].decode()
+            ids = known[place].ids if place < len(known) else self._encoder.encode_pieces([piece])[0]
+            if left < len(ids) // 4:
+                return len(text[:start].decode()) + self._encoder.starts(piece)[max(0, left)]
+            left -= len(ids) // 4
+            start = end
+        return len(text.decode())
+
+    def _as_rendered(self, request: PromptRequest) -> ChatPrompt | TextPrompt | TokensPrompt:
+        """Bodies of other APIs as the chat that vLLM makes of them."""
+        if isinstance(request, MessagesPrompt):
+            return chat_of_messages(request, self._renderer.messages_facts())
+        if isinstance(request, ResponsesPrompt):
+            return chat_of_responses(request)
+        return request
 
     def finish(self, plan: Plan) -> Prompt:
         """Tokenize and hash what `plan` did not find, and remember it. Raises Unrenderable."""
@@ -207,10 +249,12 @@ class LocalPrompts:
         tokens = np.frombuffer(b"".join(parts), dtype=np.uint32)
         known = b"".join(segment.digests for segment in plan.known)
         blocks = _chain(tokens, plan, known)
-        self._remember(plan, fresh, blocks, start=len(before) // 4)
+        self._remember(plan, request, fresh, blocks, start=len(before) // 4)
         return Prompt(tokens, blocks, "local")
 
-    def _remember(self, plan: Plan, fresh: Sequence[bytes], blocks: Chain, start: int) -> None:
+    def _remember(
+        self, plan: Plan, request: ChatPrompt | TextPrompt, fresh: Sequence[bytes], blocks: Chain, start: int
+    ) -> None:
         """Keep the request and the new pieces, but for a short last one: the next turn will not repeat it."""
         keys = plan.keys[len(plan.known) :]
         kept = len(keys)
@@ -233,7 +277,7 @@ class LocalPrompts:
             ends = plan.rendered.ends[:-1]
             head = plan.rendered.text[: ends[-1] if ends else 0]
             stored = plan.keys[: len(plan.known) + kept]
-            recent = Recent(plan.rendered.body, head, ends, stored, tail)
+            recent = Recent(request, plan.rendered.work, head, ends, stored, tail)
             self._recent.put(plan.rendered.conversation, recent)
 
     def _plan_ids(self, request: TokensPrompt, scheme: HashScheme, lora: Lora, root: bytes) -> Plan:

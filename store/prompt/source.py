@@ -87,6 +87,10 @@ class PromptSource:
             return local.finish(plan)
         return await loop.run_in_executor(self._threads, local.finish, plan)
 
+    async def loaded(self) -> LocalPrompts:
+        """The prompts themselves, for work beside the loop. Raises Unrenderable."""
+        return self._local or await self._load()
+
     def status(self) -> PromptStatus:
         if self._local is not None:
             return PromptStatus("ready", "", self._local.cached_tokens, self._local.cached_bytes)
