@@ -22,7 +22,7 @@ from store.prompt.cutting import cut, find_cut_token
 from store.prompt.encoder import Encoder, truncate, truncated
 from store.prompt.messages import chat_of_messages
 from store.prompt.recent import Recent, RecentRequests
-from store.prompt.rendering import Renderer, Work
+from store.prompt.rendering import Renderer
 from store.prompt.request import (
     ChatPrompt,
     Ids,
@@ -33,7 +33,6 @@ from store.prompt.request import (
     TextPrompt,
     TokensPrompt,
     Unrenderable,
-    same_request,
 )
 from store.prompt.responses import chat_of_responses
 from store.prompt.segments import Segment, SegmentCache, chain_keys
@@ -58,10 +57,10 @@ _RUN_IDS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation's newest text, UTF-8, with where its pieces end, and the work of rendering it."""
+    """A request's text, UTF-8, with where its pieces end, and what tells the request from others."""
 
     conversation: Hashable
-    work: Work | None
+    body: bytes
     text: bytes
     ends: Sequence[int]
 
@@ -158,17 +157,15 @@ class LocalPrompts:
             text = self._renderer.render(request) if isinstance(request, ChatPrompt) else request.text
             return Plan(request, scheme, lora, (), (), (text,))
         try:
+            body = msgspec.msgpack.encode(request)
             conversation = (root, _beginning(request))
             recent = self._recent.get(conversation)
-            if recent is not None and same_request(recent.request, request):
+            if recent is not None and recent.body == body:
                 known = self._segments.longest(recent.keys)
                 if len(known) == len(recent.keys):
                     pieces = (recent.tail,) if recent.tail else ()
                     return Plan(request, scheme, lora, recent.keys, known, pieces)
-            if isinstance(request, ChatPrompt):
-                rendered, work = self._renderer.render_next(request, recent.work if recent else None)
-            else:
-                rendered, work = request.text, None
+            rendered = self._renderer.render(request) if isinstance(request, ChatPrompt) else request.text
             text = rendered.encode()
         except UnicodeEncodeError as wrong:
             raise Unrenderable("invalid", "text with lone surrogates") from wrong
@@ -184,7 +181,7 @@ class LocalPrompts:
         starts = [0, *ends]
         pieces = [text[starts[i] : starts[i + 1]].decode() for i in range(len(known), len(ends))]
         return Plan(
-            request, scheme, lora, keys, known, pieces, None, Rendered(conversation, work, text, ends)
+            request, scheme, lora, keys, known, pieces, None, Rendered(conversation, body, text, ends)
         )
 
     def render(self, request: PromptRequest) -> str:
@@ -249,12 +246,10 @@ class LocalPrompts:
         tokens = np.frombuffer(b"".join(parts), dtype=np.uint32)
         known = b"".join(segment.digests for segment in plan.known)
         blocks = _chain(tokens, plan, known)
-        self._remember(plan, request, fresh, blocks, start=len(before) // 4)
+        self._remember(plan, fresh, blocks, start=len(before) // 4)
         return Prompt(tokens, blocks, "local")
 
-    def _remember(
-        self, plan: Plan, request: ChatPrompt | TextPrompt, fresh: Sequence[bytes], blocks: Chain, start: int
-    ) -> None:
+    def _remember(self, plan: Plan, fresh: Sequence[bytes], blocks: Chain, start: int) -> None:
         """Keep the request and the new pieces, but for a short last one: the next turn will not repeat it."""
         keys = plan.keys[len(plan.known) :]
         kept = len(keys)
@@ -277,7 +272,7 @@ class LocalPrompts:
             ends = plan.rendered.ends[:-1]
             head = plan.rendered.text[: ends[-1] if ends else 0]
             stored = plan.keys[: len(plan.known) + kept]
-            recent = Recent(request, plan.rendered.work, head, ends, stored, tail)
+            recent = Recent(plan.rendered.body, head, ends, stored, tail)
             self._recent.put(plan.rendered.conversation, recent)
 
     def _plan_ids(self, request: TokensPrompt, scheme: HashScheme, lora: Lora, root: bytes) -> Plan:
