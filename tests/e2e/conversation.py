@@ -48,7 +48,10 @@ class Answered:
 
 @dataclass
 class Conversation:
-    """`words` new words a turn; about 2.2 tokens a word with the tiny model's tokenizer."""
+    """`words` new words a turn; about 2.2 tokens a word with the tiny model's tokenizer.
+
+    `tokens`: those of the last turn as the engine saw them, its prompt and its answer.
+    """
 
     client: httpx.AsyncClient
     model: str
@@ -58,6 +61,7 @@ class Conversation:
     words: int = 120
     max_tokens: int = 24
     messages: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -84,6 +88,7 @@ class Conversation:
             "messages": self.messages,
             "max_tokens": self.max_tokens,
             "temperature": 0,
+            "return_token_ids": True,
         }
         if self.tools:
             body["tools"] = TOOLS
@@ -98,7 +103,10 @@ class Conversation:
             response = await self.client.post("/v1/chat/completions", json=self.body())
             assert response.status_code == 200, response.text
             headers, seconds = response.headers, response.elapsed.total_seconds()
-            answer, usage = response.json()["choices"][0]["message"]["content"], response.json()["usage"]
+            found = response.json()
+            choice, usage = found["choices"][0], found["usage"]
+            answer = choice["message"]["content"]
+            self.tokens = found["prompt_token_ids"] + choice["token_ids"]
         self.messages.append({"role": "assistant", "content": answer or ""})
         return answered(headers, usage, seconds)
 
@@ -108,7 +116,7 @@ class Conversation:
 
     async def _streamed(self) -> tuple[httpx.Headers, str, dict[str, Any], float]:
         body = self.body(stream=True, stream_options={"include_usage": True})
-        text = ""
+        text, self.tokens = "", []
         usage: dict[str, Any] = {}
         async with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
             assert response.status_code == 200
@@ -116,8 +124,10 @@ class Conversation:
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
                     usage = event.get("usage") or usage
+                    self.tokens = event.get("prompt_token_ids") or self.tokens
                     for choice in event["choices"]:
                         text += choice["delta"].get("content") or ""
+                        self.tokens += choice.get("token_ids") or []
         return response.headers, text, usage, response.elapsed.total_seconds()
 
 

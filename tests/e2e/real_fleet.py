@@ -20,6 +20,8 @@ from workers.launch.server import Server
 
 TOKEN = "e2e-admin-token"  # noqa: S105 - of a fleet on loopback that lives for minutes
 STOP_GRACE_S = 10.0
+# Of the workers as `moongate up` starts them.
+BLOCK = 32
 
 
 @dataclass(slots=True)
@@ -94,7 +96,7 @@ class RealFleet:
         return answer.json()
 
     async def explain(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Where a chat body would go now, and why."""
+        """Where a body would go now, and why."""
         headers = {"authorization": f"Bearer {TOKEN}"}
         answer = await self.client.post("/admin/v1/explain", json=body, headers=headers)
         assert answer.status_code == 200, answer.text
@@ -119,6 +121,20 @@ class RealFleet:
     async def metric(self, name: str, **labels: str) -> float:
         """The sum of the gateway's series of that name that have these labels."""
         return total((await self.client.get("/metrics")).text, name, labels)
+
+    async def heard_of(self, worker: str, tokens: list[int]) -> None:
+        """Wait until the gateway knows that `worker` holds the blocks of a turn with this prompt and answer.
+
+        The last token of an answer is never computed.
+        """
+        computed = (len(tokens) - 1) // BLOCK * BLOCK
+        body = {"model": self.model, "prompt": [*tokens, 0], "max_tokens": 1}
+
+        async def known() -> bool:
+            candidates = (await self.explain(body))["candidates"]
+            return next(c["local_tokens"] for c in candidates if c["target"] == worker) >= computed
+
+        await self.until(known, budget_s=10)
 
     async def inflight(self, name: str | None = None) -> int:
         """Turns charged to one worker, or to all of them, at this moment."""

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from conversation import Conversation
+from conversation import Answered, Conversation
 from real_fleet import STOP_GRACE_S, RealFleet
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -27,7 +27,10 @@ async def test_a_killed_holder_costs_no_turn_and_its_restart_is_not_believed(fle
 
     await fleet.until(busy, budget_s=10)
     dead.server.kill()
-    turns = [await talk.turn(stream=n % 2 == 1) for n in range(20)]
+    turns: list[Answered] = []
+    for n in range(20):
+        turns.append(await talk.turn(stream=n % 2 == 1))
+        await fleet.heard_of(turns[-1].worker, talk.tokens)
     # Those that were running there had not been answered yet: they are answered elsewhere.
     assert {turn.worker for turn in await asyncio.gather(*asking)} == {fleet.other(holder).name}
     assert {turn.worker for turn in turns} == {fleet.other(holder).name}
@@ -62,6 +65,7 @@ async def test_a_holder_restarted_between_two_turns_keeps_no_credit(fleet: RealF
 async def test_b065_a_dead_master_costs_hits_but_no_turn_and_its_return_is_noticed(fleet: RealFleet) -> None:
     talk = Conversation(fleet.client, fleet.model, seed=2200)
     holder = (await talk.turn()).worker
+    await fleet.heard_of(holder, talk.tokens)
     assert await fleet.metric("moongate_pool_degraded") == 0
     fleet.master.kill()
 
@@ -74,6 +78,7 @@ async def test_b065_a_dead_master_costs_hits_but_no_turn_and_its_return_is_notic
         turn = await talk.turn()
         assert (turn.worker, turn.action, turn.pool_tokens) == (holder, "local", 0)
         assert turn.cached == turn.predicted
+        await fleet.heard_of(holder, talk.tokens)
         # The worker itself waits for its master, about 4.5 s a look-up; the gateway must not add to that.
         assert time.monotonic() - started < 20
     decisions = (await fleet.admin("decisions"))["decisions"]

@@ -7,11 +7,9 @@ import statistics
 import pytest
 
 from conversation import Answered, Conversation, answered
-from real_fleet import RealFleet
+from real_fleet import BLOCK, RealFleet
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-BLOCK = 32
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -19,7 +17,11 @@ async def test_a_growing_conversation_stays_on_its_holder_and_every_prediction_i
     fleet: RealFleet, stream: bool
 ) -> None:
     talk = Conversation(fleet.client, fleet.model, seed=100 + stream)
-    turns = [await talk.turn(stream=stream) for _ in range(8)]
+    turns: list[Answered] = []
+    for _ in range(8):
+        turns.append(await talk.turn(stream=stream))
+        # As an agent does whose tools take longer than a worker's events.
+        await fleet.heard_of(turns[-1].worker, talk.tokens)
     assert len({turn.worker for turn in turns}) == 1
     assert [turn.predicted for turn in turns] == [turn.cached for turn in turns]
     assert [turn.action for turn in turns] == ["recompute"] + ["local"] * 7

@@ -24,7 +24,7 @@ PORTS = free_ports(above=21_200)
 async def until(condition: Callable[[], bool], budget_s: float = 10.0) -> None:
     """For facts of the operating system that announce themselves to nobody."""
     async with asyncio.timeout(budget_s):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.01)
 
 

@@ -52,7 +52,14 @@ class Answers:
             answer |= {"prompt_logprobs": None, "prompt_token_ids": None, "prompt_text": None}
         return _encode({**answer, "kv_transfer_params": None, "ec_transfer_params": None, "metrics": None})
 
-    def text_choice(self, index: int, text: str, finish: str, ids: Sequence[int]) -> dict[str, Any]:
+    def text_choice(
+        self,
+        index: int,
+        text: str,
+        finish: str,
+        ids: Sequence[int],
+        prompt_logprobs: Sequence[dict[str, Any] | None] | None,
+    ) -> dict[str, Any]:
         end = {
             "logprobs": None,
             "finish_reason": finish,
@@ -61,7 +68,7 @@ class Answers:
         }
         if self._api == "chat":
             return {"index": index, "message": _message(text), **end, "routed_experts": None}
-        more = {"prompt_logprobs": None, "prompt_token_ids": None, "routed_experts": None}
+        more = {"prompt_logprobs": prompt_logprobs, "prompt_token_ids": None, "routed_experts": None}
         return {"index": index, "text": text, **end, **more}
 
     def tool_choice(self, index: int, call: ToolCall, ids: Sequence[int]) -> dict[str, Any]:

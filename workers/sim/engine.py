@@ -41,12 +41,17 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """vLLM's --max-num-seqs and --max-num-batched-tokens, and the number of blocks a request can get."""
+    """vLLM's --max-num-seqs and --max-num-batched-tokens, and the number of blocks requests can get.
+
+    stride: blocks a decoding turn gets and announces at once. 1 is exact; virtual time is cheaper with more,
+    the answer's blocks are then taken up to so many blocks early and can be hit as late.
+    """
 
     blocks: int
     block_size: int = 32
     max_seqs: int = 256
     step_tokens: int = 8192
+    stride: int = 1
 
 
 State: TypeAlias = Literal["new", "waiting", "loading", "prefill", "decode", "done"]
@@ -359,16 +364,22 @@ class Engine:
                 self._finish(turn, now)
                 continue
             tokens = turn.target + step
-            if (tokens - 1) % size == 0 and not self._allocate(turn, 1):
-                continue
-            if tokens % size == 0:
+            if tokens // size > turn.held.cached:
                 self._commit(turn, tokens // size)
+            if tokens > turn.held.blocks * size:
+                left = self._blocks(turn.prompt_tokens + turn.output_tokens - 1) - turn.held.blocks
+                if not self._allocate(turn, min(self.limits.stride, left)):
+                    continue
             self._attend(turn, step)
 
     def _attend(self, turn: Turn, step: int) -> None:
         """Enters when a turn needs attention after its decode step `step`: next block, or its end."""
-        within = (turn.target + step) % self.limits.block_size
-        following = step + (self.limits.block_size - within if within else 1)
+        size, tokens = self.limits.block_size, turn.target + step
+        within = tokens % size
+        if within and self.limits.stride == 1:
+            following = step + size - within  # fills its block
+        else:
+            following = turn.held.blocks * size + 1 - turn.target  # needs another one
         last = turn.output_tokens - turn.produced_before
         self._entries += 1
         at = turn.first_step + min(following, last)
@@ -376,6 +387,10 @@ class Engine:
 
     def _finish(self, turn: Turn, now: float) -> None:
         del self._decoding[turn]
+        full = (turn.prompt_tokens + turn.output_tokens - 1) // self.limits.block_size
+        if full > turn.held.cached:  # with a stride, the last ones are still to be announced
+            self._out.append(Stored(turn, turn.held.cached, full, False))
+            self.cache.commit(turn.held, turn.chain, full)
         turn.state = "done"
         turn.produced_before = turn.output_tokens
         self.cache.release(turn.held)

@@ -169,10 +169,11 @@ class Life:
                 choices.append(answers.tool_choice(index, call, answer.ids))
                 continue
             text = "".join(answer.pieces)
+            prompt: list[int] = stream.asked.tokens[: stream.turn.prompt_tokens].tolist()
             if request.echo:
-                prompt = stream.asked.tokens[: stream.turn.prompt_tokens].tolist()
                 text = self._vocabulary.decode(prompt) + text
-            choices.append(answers.text_choice(index, text, answer.finish, answer.ids))
+            logprobs = None if request.prompt_logprobs is None else self._vocabulary.certain(prompt)
+            choices.append(answers.text_choice(index, text, answer.finish, answer.ids, logprobs))
         await exchange.answer(200, answers.whole(choices, self._usage(request, answers, streams)))
 
     async def _stream(

@@ -32,8 +32,10 @@ def turn(name: str, prompt: int, output: int = 1, *, shared: int = 0, head: str 
     return Turn(chain, prompt, output)
 
 
-def engine(blocks: int = 100, *, step_tokens: int = 64, max_seqs: int = 8, **more: object) -> Engine:
-    limits = Limits(blocks, SIZE, max_seqs=max_seqs, step_tokens=step_tokens)
+def engine(
+    blocks: int = 100, *, step_tokens: int = 64, max_seqs: int = 8, stride: int = 1, **more: object
+) -> Engine:
+    limits = Limits(blocks, SIZE, max_seqs=max_seqs, step_tokens=step_tokens, stride=stride)
     return Engine(limits, RATES, **more)
 
 
@@ -210,12 +212,12 @@ requests = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(requests, st.booleans())
+@given(requests, st.booleans(), st.sampled_from([1, 3]))
 def test_every_turn_ends_once_and_events_tell_exactly_what_is_cached(
-    requests: list[tuple[float, int, int, int, int, float | None]], fine: bool
+    requests: list[tuple[float, int, int, int, int, float | None]], fine: bool, stride: int
 ) -> None:
     """Also when looked at in small steps of time: the model must not depend on when it is asked."""
-    it = engine(blocks=30, max_seqs=3, step_tokens=24)
+    it = engine(blocks=30, max_seqs=3, step_tokens=24, stride=stride)
     turns: list[Turn] = []
     actions: list[tuple[float, str, Turn]] = []
     for at, head, shared, prompt, output, gone in requests:
