@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -23,6 +23,7 @@ from store.prompt.request import (
 
 Api = Literal["chat", "completions", "messages", "responses", "other"]
 S = TypeVar("S", bound=msgspec.Struct)
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _RESPONSE_ENDS = (b"response.completed", b"response.incomplete", b"response.failed", b"error")
 
 
@@ -159,8 +160,9 @@ class _Responses(msgspec.Struct):
 
 
 class _Other(msgspec.Struct):
-    model: str | None = None
+    model: Any = None
     kv_transfer_params: Any = None
+    sampling_params: Any = None
 
 
 def is_event_stream(headers: Headers) -> bool:
@@ -178,7 +180,7 @@ def _chat(body: bytes) -> ParsedTurn:
     prompt: ChatPrompt | None
     try:
         head = prompt = msgspec.json.decode(body, type=_ChatTurn, strict=False)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except _UNREADABLE:
         head, prompt = _decode(body, _Chat), None
     _refuse_transfer(head.kv_transfer_params)
     return ParsedTurn(
@@ -228,7 +230,7 @@ def _whole(
     """A body whose prompt is the body itself; one that is only the least it must be has an unknown prompt."""
     try:
         turn = msgspec.json.decode(body, type=whole, strict=False)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except _UNREADABLE:
         head = _decode(body, least)
         _refuse_transfer(head.kv_transfer_params)
         return ParsedTurn(api, head.model, unknown="invalid")
@@ -253,7 +255,7 @@ def _prompts(given: str | list[str | int | list[int]] | None) -> list[str | list
 def _shaped(body: bytes, prompt: str | list[int]) -> TextPrompt | TokensPrompt | None:
     try:
         shape = msgspec.json.decode(body, type=_CompletionShape, strict=False)
-    except msgspec.ValidationError:
+    except _UNREADABLE:
         return None
     if isinstance(prompt, str):
         return TextPrompt(
@@ -274,17 +276,22 @@ def _shaped(body: bytes, prompt: str | list[int]) -> TextPrompt | TokensPrompt |
 def _other(body: bytes) -> ParsedTurn:
     """Any other API: the model is taken from the body if it is JSON and names one."""
     try:
-        head = msgspec.json.decode(body, type=_Other)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        head = _decode(body, _Other)
+    except errors.InvalidRequest:
         return ParsedTurn("other", "", unknown="other_api")
     _refuse_transfer(head.kv_transfer_params)
-    return ParsedTurn("other", head.model or "", unknown="other_api")
+    _refuse_transfer(_item(_item(head.sampling_params, "extra_args"), "kv_transfer_params"))
+    return ParsedTurn("other", head.model if isinstance(head.model, str) else "", unknown="other_api")
+
+
+def _item(value: object, name: str) -> object:
+    return cast(dict[str, object], value).get(name) if isinstance(value, dict) else None
 
 
 def _decode(body: bytes, kind: type[S]) -> S:
     try:
         return msgspec.json.decode(body, type=kind, strict=False)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except _UNREADABLE:
         pass
     # Lone surrogates, NaN and 1e999 are no JSON, but vLLM reads bodies with Python's parser, which takes
     # them.

@@ -6,6 +6,7 @@ the messages without a check: only those of a proven source may be sent.
 """
 
 import re
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,28 +23,39 @@ _PROMPT_KEY = re.compile(rb'"prompt"\s*:\s*')
 class _Fields(msgspec.Struct):
     """What forbids or steers sending ids."""
 
-    echo: bool | msgspec.UnsetType | None = msgspec.UNSET
-    return_prompt_text: bool | msgspec.UnsetType | None = msgspec.UNSET
+    echo: Any = None
+    return_prompt_text: Any = None
+    enable_response_messages: Any = None
+    suffix: Any = None
     kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
 
 
-def with_tokens(api: str, body: bytes, tokens: Ids) -> bytes | None:
+def with_tokens(api: str, body: bytes, tokens: Ids, max_model_len: int) -> bytes | None:
     """`body` with the ids of its prompt, every other byte unchanged; None where ids can't take its place.
 
-    tokens: shape (n,), truncation applied. The engine ignores ids with echo, and returns no prompt text with
-    them; a body that has the field already, or whose prompt can't be found for sure, stays as it is.
+    tokens: shape (n,), truncation applied. max_model_len: the worker's, 0 if unknown. The engine ignores ids
+    with echo and says nothing of the prompt's text with them, and it words the error of too long a prompt in
+    another way. A body that has the field already, or whose prompt can't be found for sure, stays as it is.
     """
     if len(tokens) < MIN_TOKENS:
         return None
     try:
         fields = msgspec.json.decode(body, type=_Fields, strict=False)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return None
+    wanted = (fields.max_tokens, fields.max_completion_tokens, fields.max_output_tokens)
+    answer = max((limit for limit in wanted if isinstance(limit, int)), default=1)
     if (
-        fields.echo not in (msgspec.UNSET, None, False)
-        or fields.return_prompt_text not in (msgspec.UNSET, None, False)
+        fields.echo
+        or fields.return_prompt_text
+        or fields.enable_response_messages
+        or fields.suffix is not None
         or fields.kv_transfer_params is not msgspec.UNSET
+        or (max_model_len and len(tokens) + answer > max_model_len)
     ):
         return None
     ids = orjson.dumps(np.ascontiguousarray(tokens), option=orjson.OPT_SERIALIZE_NUMPY)

@@ -83,6 +83,14 @@ class AiohttpResponse:
             self._response.close()
 
 
+def _text(value: bytes) -> str:
+    """A header's value as aiohttp, which writes UTF-8, sends the same bytes where it can."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
 class AiohttpTransport:
     """Pooled connections to all workers, without limit on their number and without touching bodies."""
 
@@ -107,7 +115,7 @@ class AiohttpTransport:
 
     async def open(self, method: str, url: str, headers: Headers, body: bytes) -> AiohttpResponse:
         assert self._session is not None
-        lines = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+        lines = [(name.decode("latin-1"), _text(value)) for name, value in headers]
         try:
             async with asyncio.timeout(self._first_byte_s or None):
                 response = await self._session.request(

@@ -156,7 +156,8 @@ class TurnApp:
         self._parity.sampled(worker, turn.exchange.path, api, body, prompt.tokens, random.random())
         if not self._forward_tokens or not self._parity.proven(worker.name, parsed.model, api):
             return body
-        spliced = with_tokens(api, body, prompt.tokens)
+        card = worker.card(parsed.model)
+        spliced = with_tokens(api, body, prompt.tokens, card.max_model_len if card else 0)
         if spliced is None:
             return body
         self._metrics.tokens_forwarded(api)

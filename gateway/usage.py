@@ -9,6 +9,7 @@ from typing import Any, cast
 _TAIL_BYTES = 1 << 16
 _USAGE = b'"usage":'
 _FIELDS = (("prompt_tokens", "prompt_tokens_details"), ("input_tokens", "input_tokens_details"))
+_DONE = re.compile(rb"(?:\A|[\r\n])data: ?\[DONE\]\s*(?::[^\r\n]*\s*)*\Z")
 _EVENT = re.compile(rb"^event: ?([^\r\n]*)", re.MULTILINE)
 _decoder = json.JSONDecoder()
 
@@ -88,7 +89,5 @@ class AnswerTail:
         return names[-1] if names else b""
 
     def ends_with_done(self) -> bool:
-        """Whether an OpenAI event stream was closed by its terminator."""
-        return self.content().rstrip().endswith(b"data: [DONE]") or self.content().rstrip().endswith(
-            b"data:[DONE]"
-        )
+        """Whether an OpenAI event stream was closed by its terminator; comments may follow that."""
+        return _DONE.search(self.content()) is not None

@@ -99,6 +99,62 @@ async def test_b017_what_only_python_takes_for_json_is_forwarded(peers, front, c
     assert peer.received[0].body == sent
 
 
+ODD = [
+    ("/v1/completions", b'\xef\xbb\xbf{"model":"m","prompt":"hi"}'),
+    ("/v1/completions", b'{"model":"m","prompt":"hi","x":Infinity}'),
+    ("/v1/completions", '{"model":"m","prompt":"hi"}'.encode("utf-16")),
+    ("/v1/chat/completions", b'{"model":"m","messages":[],"x":NaN}'),
+    ("/v1/embeddings", b"not json at all"),
+]
+
+
+@pytest.mark.parametrize(("path", "sent"), ODD)
+async def test_bodies_that_only_some_parsers_take_are_never_a_fault_of_ours(
+    peers, front, path: str, sent: bytes
+) -> None:
+    peer = await peers(say_ok)
+    gate = await front(peer)
+    async with gate.client.post(gate.url + path, data=sent) as answer:
+        assert answer.status == 200
+    assert peer.received[0].body == sent
+
+
+async def test_a_body_nested_without_end_is_a_400(peers, front) -> None:
+    gate = await front(await peers(say_ok))
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"):
+        sent = (
+            b'{"model":"m","messages":[],"prompt":"x","input":"x","x":' + b"[" * 50_000 + b"]" * 50_000 + b"}"
+        )
+        async with gate.client.post(gate.url + path, data=sent) as answer:
+            assert answer.status == 400
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b'{"model":5,"kv_transfer_params":{"remote_host":"x"}}',
+        b'{"kv_transfer_params":{"remote_host":"x"},"x":NaN}',
+        b'{"sampling_params":{"extra_args":{"kv_transfer_params":{"remote_host":"x"}}}}',
+    ],
+)
+async def test_b070_no_path_lets_transfer_parameters_through(peers, front, sent: bytes) -> None:
+    peer = await peers(say_ok)
+    gate = await front(peer)
+    async with gate.client.post(f"{gate.url}/inference/v1/generate", data=sent) as answer:
+        assert answer.status == 400
+    assert peer.received == []
+
+
+async def test_header_values_keep_their_bytes(peers, front) -> None:
+    peer = await peers(say_ok)
+    gate = await front(peer)
+    async with gate.client.post(
+        f"{gate.url}/v1/chat/completions", data=body(), headers={"x-custom": "gr\u00fc\u00df"}
+    ) as answer:
+        assert answer.status == 200
+    assert peer.received[0].header("x-custom")[0].encode("latin-1").decode() == "gr\u00fc\u00df"
+
+
 BAD = [
     (b"{", 400, None),
     (b"[]", 400, None),

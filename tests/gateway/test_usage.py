@@ -61,9 +61,20 @@ def test_the_tail_is_bounded_and_is_the_end_of_what_was_fed(chunks: list[bytes])
     assert tail.content() == whole[-(1 << 16) :]
 
 
-@pytest.mark.parametrize("end", [b"data: [DONE]\n\n", b"data:[DONE]\r\n\r\n", b"data: [DONE]"])
+@pytest.mark.parametrize(
+    "end", [b"data: [DONE]\n\n", b"data:[DONE]\r\n\r\n", b"data: [DONE]", b"data: [DONE]\n\n: bye\n\n"]
+)
 def test_b031_the_terminator_is_known_in_every_dialect(end: bytes) -> None:
     tail = AnswerTail()
     for byte in b"data: {}\n\n" + end:
         tail.feed(bytes([byte]))
     assert tail.ends_with_done()
+
+
+@pytest.mark.parametrize(
+    "end", [b"data: {}\n\n", b'data: {"x":"data: [DONE]"}\n\n', b"data: [DONE]\n\ndata: {}\n\n", b""]
+)
+def test_what_is_no_terminator_is_not_taken_for_one(end: bytes) -> None:
+    tail = AnswerTail()
+    tail.feed(b"data: {}\n\n" + end)
+    assert not tail.ends_with_done()
