@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, Literal, TypeAlias, overload
@@ -115,6 +115,15 @@ class Keys(Sequence[int]):
 
 
 @dataclass(frozen=True, slots=True)
+class Media:
+    """An image (or audio, video) in a prompt: what it is, and the tokens that stand for it."""
+
+    identifier: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class Chain:
     """Digest and 64-bit key of every full block of a prompt, in order; the last, partial block has none."""
 
@@ -135,13 +144,15 @@ def chain(
     *,
     cache_salt: str | None = None,
     lora: tuple[str, str] | None = None,
+    media: Sequence[Media] = (),
     resume: Chain | None = None,
 ) -> Chain:
     """The chain of all full blocks of `tokens` (the whole prompt, ids from 0 to 2**31 - 1).
 
     `cache_salt` enters the first block, `lora` (name, path as the worker was given it, byte for byte) every
-    block. `resume` is the chain of the leading blocks under the same scheme, salt and adapter; its blocks are
-    taken over unchecked and only those after them are hashed.
+    block, each of `media` (in order of offset) the blocks it lies in. `resume` is the chain of the leading
+    blocks under the same scheme, salt, adapter and media; its blocks are taken over unchecked and only those
+    after them are hashed.
     Raises ValueError for a seed that cannot be known (see `none_hash`) or a token id out of range.
     """
     size = scheme.block_size
@@ -153,7 +164,8 @@ def chain(
         return Chain.of(Digests(known, width))
     parent = known[-width:] if done else none_hash(scheme.algo, scheme.seed)
     new = _as_array(tokens[done * size : blocks * size])
-    fresh = _hash_blocks(new, scheme, parent, cache_salt if done == 0 else None, lora)
+    extras = _extras(range(done * size, blocks * size, size), size, cache_salt, lora, media)
+    fresh = _hash_blocks(new, scheme, parent, extras)
     return Chain.of(Digests(known + fresh, width))
 
 
@@ -225,28 +237,40 @@ def _hash_blocks(
     tokens: npt.NDArray[np.uint32],
     scheme: HashScheme,
     parent: bytes,
-    cache_salt: str | None,
-    lora: tuple[str, str] | None,
+    extras: Iterable[Extra],
 ) -> bytes:
     """Digests of `tokens` (a multiple of the block size) after `parent`, back to back."""
     pack = _cbor_blocks if scheme.algo.endswith("_cbor") else _pickle_blocks
     digest = _digest_of(scheme.algo)
-    size = scheme.block_size
-    every: Extra = (("lora", *lora),) if lora is not None else ()
     found: list[bytes] = []
-    if cache_salt:
-        before, after = next(pack(tokens[:size], size, len(parent), (*every, ("cache_salt", cache_salt))))
-        parent = digest(before + parent + after)
-        found.append(parent)
-        tokens = tokens[size:]
-    for before, after in pack(tokens, size, len(parent), every):
+    for before, after in pack(tokens, scheme.block_size, len(parent), extras):
         parent = digest(before + parent + after)
         found.append(parent)
     return b"".join(found)
 
 
-Extra: TypeAlias = tuple[tuple[str, ...], ...]
-"""Tagged extra keys of a block; empty stands for vLLM's None."""
+Extra: TypeAlias = tuple[tuple[str | int, ...], ...]
+"""Tagged extra keys of a block, numbers only last in their row; empty stands for vLLM's None."""
+
+
+def _extras(
+    starts: range, size: int, cache_salt: str | None, lora: tuple[str, str] | None, media: Sequence[Media]
+) -> Iterator[Extra]:
+    """The extra keys of the blocks that begin at `starts`: the same object where they are the same."""
+    every: Extra = (("lora", *lora),) if lora is not None else ()
+    end_of_media = media[-1].offset + media[-1].length if media else 0
+    at = 0  # the first item that may reach into the block
+    for start in starts:
+        extra = every
+        while start < end_of_media and at < len(media) and media[at].offset < start + size:
+            item = media[at]
+            if start < item.offset + item.length:
+                extra = (*extra, ("mm", item.identifier, item.offset - start))
+                if start + size < item.offset + item.length:
+                    break  # as vLLM does it, which leaves out an item that begins within one that goes on
+            at += 1
+        yield (*extra, ("cache_salt", cache_salt)) if start == 0 and cache_salt else extra
+
 
 # One row per width of a packed integer: which of its up to five bytes exist.
 _CBOR_BYTES: Final = np.array(
@@ -257,7 +281,7 @@ _PICKLE_OPCODES: Final = np.frombuffer(b"KMJ", dtype=np.uint8)  # BININT1, BININ
 
 
 def _cbor_blocks(
-    tokens: npt.NDArray[np.uint32], size: int, width: int, extra: Extra
+    tokens: npt.NDArray[np.uint32], size: int, width: int, extras: Iterable[Extra]
 ) -> Iterator[tuple[bytes, bytes]]:
     """Canonical CBOR of `(parent, block, extra or None)` for each block, without the parent in the middle."""
     kind = np.digitize(tokens, (24, 1 << 8, 1 << 16)).astype(np.uint8)
@@ -266,13 +290,16 @@ def _cbor_blocks(
     cells[:, 1:] = tokens.astype(">u4").view(np.uint8).reshape(-1, 4)
     before = b"\x83" + _cbor_head(2, width)
     head = _cbor_head(4, size)
-    tail = _cbor_extra(extra)
-    for body in _bodies(cells, _CBOR_BYTES[kind], size):
+    last: Extra | None = None
+    tail = b""
+    for body, extra in zip(_bodies(cells, _CBOR_BYTES[kind], size), extras, strict=True):
+        if extra is not last:
+            last, tail = extra, _cbor_extra(extra)
         yield before, head + body + tail
 
 
 def _pickle_blocks(
-    tokens: npt.NDArray[np.uint32], size: int, width: int, extra: Extra
+    tokens: npt.NDArray[np.uint32], size: int, width: int, extras: Iterable[Extra]
 ) -> Iterator[tuple[bytes, bytes]]:
     """Pickle (protocol 5) of `(parent, block, extra or None)` for each block, without the parent.
 
@@ -285,10 +312,14 @@ def _pickle_blocks(
     memo = 2  # the parent and the block's tuple are memoised before the extra keys
     # A tuple of one to three has its own opcode at the end, a longer one a mark in front.
     opening, closing = (b"", bytes((0x84 + size,))) if size <= 3 else (b"(", b"t")
-    tail = closing + b"\x94" + (_pickle_extra(extra, memo) if extra else b"N") + b"\x87\x94."
     parent_head = b"C" + bytes((width,))
-    fixed = len(parent_head) + width + 1 + len(opening) + len(tail)
-    for body in _bodies(cells, _PICKLE_BYTES[kind], size):
+    last: Extra | None = None
+    tail, fixed = b"", 0
+    for body, extra in zip(_bodies(cells, _PICKLE_BYTES[kind], size), extras, strict=True):
+        if extra is not last:
+            packed = _pickle_extra(extra, memo) if extra else b"N"
+            last, tail = extra, closing + b"\x94" + packed + b"\x87\x94."
+            fixed = len(parent_head) + width + 1 + len(opening) + len(tail)
         frame = (fixed + len(body)).to_bytes(8, "little")
         yield b"\x80\x05\x95" + frame + parent_head, b"\x94" + opening + body + tail
 
@@ -318,32 +349,54 @@ def _cbor_text(text: str) -> bytes:
     return _cbor_head(3, len(data)) + data
 
 
+def _cbor_value(value: str | int) -> bytes:
+    if isinstance(value, str):
+        return _cbor_text(value)
+    return _cbor_head(0, value) if value >= 0 else _cbor_head(1, -1 - value)
+
+
 def _cbor_extra(extra: Extra) -> bytes:
     if not extra:
         return b"\xf6"
-    rows = (_cbor_head(4, len(row)) + b"".join(map(_cbor_text, row)) for row in extra)
+    rows = (_cbor_head(4, len(row)) + b"".join(map(_cbor_value, row)) for row in extra)
     return _cbor_head(4, len(extra)) + b"".join(rows)
 
 
 def _pickle_extra(extra: Extra, memo: int) -> bytes:
-    """Pickle of a tuple of tuples of texts, `memo` objects having been memoised before.
+    """Pickle of a tuple of tuples of texts and numbers, `memo` objects having been memoised before.
 
     An object is written once and referred to afterwards. In the engine equal texts come from different places
-    of a request, so they are different objects, but for the texts CPython has only one object of.
+    of a request, so they are different objects, but for tags and the texts CPython has only one object of.
     """
     out: list[bytes] = []
-    seen: dict[str, int] = {}
+    seen: dict[tuple[bool, str], int] = {}
     for row in extra:
-        for text in row:
-            data = text.encode("utf-8", "surrogatepass")
-            if text in seen and len(text) <= 1 and text < "\u0100":
-                out.append(b"h" + bytes((seen[text],)))
+        for place, value in enumerate(row):
+            if isinstance(value, int):
+                out.append(_pickle_int(value))
                 continue
+            single = len(value) <= 1 and value < "\u0100"
+            key = (place == 0 and not single, value)
+            if key in seen and (key[0] or single):
+                number = seen[key]
+                out.append(b"h" + bytes((number,)) if number < 256 else b"j" + number.to_bytes(4, "little"))
+                continue
+            data = value.encode("utf-8", "surrogatepass")
             short = len(data) < 1 << 8
             out.append((b"\x8c" if short else b"X") + len(data).to_bytes(1 if short else 4, "little") + data)
             out.append(b"\x94")
-            seen[text] = memo
+            seen[key] = memo
             memo += 1
         out.append(bytes((0x84 + len(row),)) + b"\x94")
         memo += 1
+    if len(extra) > 3:
+        return b"(" + b"".join(out) + b"t\x94"
     return b"".join(out) + bytes((0x84 + len(extra),)) + b"\x94"
+
+
+def _pickle_int(value: int) -> bytes:
+    if 0 <= value < 1 << 8:
+        return b"K" + bytes((value,))
+    if 0 <= value < 1 << 16:
+        return b"M" + value.to_bytes(2, "little")
+    return b"J" + value.to_bytes(4, "little", signed=True)

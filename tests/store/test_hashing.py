@@ -1,8 +1,10 @@
 """The chain equals what cbor2/pickle + hashlib/xxhash give for vLLM's block tuple, and is resumable."""
 
 import hashlib
+import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 import cbor2
@@ -12,8 +14,19 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from store.hashing import Chain, Digests, HashAlgo, HashScheme, chain, key_of, none_hash, usable_tokens
+from store.hashing import (
+    Chain,
+    Digests,
+    HashAlgo,
+    HashScheme,
+    Media,
+    chain,
+    key_of,
+    none_hash,
+    usable_tokens,
+)
 
+RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "media_hashes.json").read_text())
 ALGOS: tuple[HashAlgo, ...] = get_args(HashAlgo)
 tokens_of = st.lists(
     st.one_of(st.integers(0, 300), st.integers(0, 70_000), st.integers(0, 2**31 - 1)), max_size=150
@@ -37,15 +50,23 @@ def apart(text: str) -> str:
 
 
 def expected(
-    tokens: list[int], scheme: HashScheme, salt: str | None = None, lora: tuple[str, str] | None = None
+    tokens: list[int],
+    scheme: HashScheme,
+    salt: str | None = None,
+    lora: tuple[str, str] | None = None,
+    media: Sequence[Media] = (),
 ) -> list[bytes]:
+    """`media` must not overlap."""
     digest = reference(scheme.algo)
     parent = digest("vllm-none-hash" if scheme.seed is None else scheme.seed)
     found: list[bytes] = []
     for start in range(0, len(tokens) - scheme.block_size + 1, scheme.block_size):
-        extra: list[tuple[str, ...]] = []
+        extra: list[tuple[str | int, ...]] = []
         if lora is not None:
             extra.append(("lora", apart(lora[0]), apart(lora[1])))
+        end = start + scheme.block_size
+        reaching = [item for item in media if item.offset < end and start < item.offset + item.length]
+        extra += [("mm", apart(item.identifier), item.offset - start) for item in reaching]
         if salt and start == 0:
             extra.append(("cache_salt", apart(salt)))
         block = tuple(tokens[start : start + scheme.block_size])
@@ -89,6 +110,61 @@ def test_chain_equals_the_library_serialisation(
     found = chain(tokens, scheme, cache_salt=salt, lora=lora)
     assert list(found.digests) == expected(tokens, scheme, salt, lora)
     assert list(found.keys) == [int.from_bytes(digest[-8:], "big") for digest in found.digests]
+
+
+@st.composite
+def media_of(draw: st.DrawFn) -> list[Media]:
+    """Items in order, some of one token, some one after the other, some with equal content."""
+    found: list[Media] = []
+    offset = 0
+    for _ in range(draw(st.integers(0, 8))):
+        offset += draw(st.integers(0, 40))
+        length = draw(st.sampled_from((1, 3, 16, 90, 700)))
+        found.append(Media(draw(st.sampled_from(("a", "mm", "f" * 64)) | texts), offset, length))
+        offset += length
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, 70_000), max_size=400),
+    algo=st.sampled_from(ALGOS),
+    size=st.sampled_from([1, 16, 32, 300]),
+    salt=st.none() | texts,
+    lora=st.none() | st.tuples(texts, texts),
+    media=media_of(),
+    cut=st.integers(0, 400),
+)
+def test_media_enter_the_blocks_they_lie_in(
+    tokens: list[int],
+    algo: HashAlgo,
+    size: int,
+    salt: str | None,
+    lora: tuple[str, str] | None,
+    media: list[Media],
+    cut: int,
+) -> None:
+    scheme = HashScheme(algo, size, "0")
+    found = chain(tokens, scheme, cache_salt=salt, lora=lora, media=media)
+    assert list(found.digests) == expected(tokens, scheme, salt, lora, media)
+    head = chain(tokens[:cut], scheme, cache_salt=salt, lora=lora, media=media)
+    assert chain(tokens, scheme, cache_salt=salt, lora=lora, media=media, resume=head) == found
+
+
+@pytest.mark.parametrize("case", RECORDED["cases"], ids=lambda case: case["name"])
+def test_media_are_hashed_as_vllm_hashed_them(case: dict[str, Any]) -> None:
+    scheme = HashScheme(case["algo"], case["size"], case["seed"])
+    media = [Media(*item) for item in case["media"]]
+    lora = tuple(case["lora"]) if case["lora"] else None
+    found = chain(RECORDED["tokens"], scheme, cache_salt=case["salt"], lora=lora, media=media)
+    assert [f"{key:016x}" for key in found.keys] == case["keys"]
+
+
+def test_b018_two_images_in_one_text_share_only_what_is_before_them() -> None:
+    scheme = HashScheme("sha256_cbor", 16)
+    tokens = list(range(160))
+    one, other = (chain(tokens, scheme, media=[Media(name, 70, 50)]) for name in ("cat", "dog"))
+    assert [a == b for a, b in zip(one.keys, other.keys, strict=True)] == [True] * 4 + [False] * 6
 
 
 @pytest.mark.parametrize("algo", ALGOS)
