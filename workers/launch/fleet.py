@@ -67,7 +67,7 @@ async def _start(
     require_free(fleet.host, fleet.port)
     home = fleet.directory.resolve()
     model = local_model(fleet.model, home / "models")
-    plan = Plan.make(fleet, model, run_directory, logs=home / "logs", cache=home / "cache")
+    plan = Plan.make(fleet, model, run_directory, logs=home / "logs" / str(fleet.port), cache=home / "cache")
     plan.logs.mkdir(parents=True, exist_ok=True)
     if fleet.mooncake is None:
         progress(f"starting the Mooncake master on {plan.pool}")
