@@ -198,7 +198,7 @@ async def test_a_message_put_in_between_is_named_and_not_the_one_before(session:
 async def test_other_apis(session: Session) -> None:
     turns = conversation(length=7)[1:]
     user = json.dumps({"device_id": "d", "session_id": "s"})
-    body = {"max_tokens": 9, "metadata": {"user_id": user}, "tools": []}
+    body: Message = {"max_tokens": 9, "metadata": {"user_id": user}, "tools": []}
     clock = [{"type": "text", "text": "It is noon. " + SYSTEM}]
     assert await session.turn({**body, "system": clock, "messages": turns[:5]}, "/v1/messages") is None
     clock = [{"type": "text", "text": "It is late. " + SYSTEM}]
@@ -269,11 +269,10 @@ async def test_an_explanation_tells_of_the_break_and_remembers_nothing(session: 
     whole = conversation(length=7)
     assert await session.chat(whole[:6]) is None
     edited = [{"role": "system", "content": f"Today. {SYSTEM}"}, *whole[1:]]
-    for _ in range(2):
-        view = await session.explain({"messages": edited})
-        assert view["divergence"]["cause"] == "messages[0] (system)"
-        lost = view["divergence"]["lost_tokens"]
-    text = as_text(view)
+    views = [await session.explain({"messages": edited}) for _ in range(2)]
+    assert [view["divergence"]["cause"] for view in views] == ["messages[0] (system)"] * 2
+    lost = views[1]["divergence"]["lost_tokens"]
+    text = as_text(views[1])
     assert f"messages[0] (system), {lost} tokens lost" in text
     assert "'Today. You mend" in text.split("now ")[1]
     assert "moongate_prefix_breaks_total{" not in await session.metrics()
