@@ -11,7 +11,7 @@ PYTHON  ?= python3
 VENV := .venv/.installed
 VLLM := .venv-vllm/.installed
 PIP_FLAGS := -qq --disable-pip-version-check
-PROJECT := .[mooncake,bench,dev]
+PROJECT := .[mooncake,dev]
 CODE := gateway store workers policies replay bench tests
 
 # $(call timed,NAME,COMMAND): runs COMMAND and says how long it took, keeping its exit code.
@@ -58,10 +58,11 @@ bench: $(VENV) ## every benchmark (minutes)
 setup: $(VENV) ## make .venv
 setup-vllm: $(VLLM) ## make .venv-vllm
 
-$(VENV): pyproject.toml constraints.txt
+$(VENV): pyproject.toml constraints.txt bench/peers.txt
 	@PYTHON=$(PYTHON) sh deploy/system-packages.sh
 	$(call timed,set-up of .venv,{ test -x .venv/bin/python || $(PYTHON) -m venv .venv; } && \
 		.venv/bin/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '$(PROJECT)' && \
+		.venv/bin/python -m pip install $(PIP_FLAGS) --no-deps --requirement bench/peers.txt && \
 		touch $@)
 
 $(VLLM): constraints-vllm.txt
