@@ -59,11 +59,12 @@ def test_a_prompt_takes_its_chunks_and_an_answer_its_steps() -> None:
     assert of(Finished, effects) == [(pytest.approx(first + 10 * 0.011),)]
 
 
+@pytest.mark.parametrize("stride", [1, 2, 5])
 @pytest.mark.parametrize(
-    ("prompt", "output", "blocks"), [(7, 1, 1), (8, 1, 2), (7, 2, 2), (6, 2, 1), (6, 7, 3)]
+    ("prompt", "output", "blocks"), [(7, 1, 1), (8, 1, 2), (7, 2, 2), (6, 2, 1), (6, 47, 13)]
 )
-def test_the_last_generated_token_fills_no_block(prompt: int, output: int, blocks: int) -> None:
-    it = engine()
+def test_the_last_generated_token_fills_no_block(prompt: int, output: int, blocks: int, stride: int) -> None:
+    it = engine(stride=stride)
     it.submit(turn("a", prompt, output), 0.0)
     effects = run(it)
     stored = [effect for effect in effects if isinstance(effect, Stored)]
