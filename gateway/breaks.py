@@ -114,7 +114,7 @@ def _seen(
     request_id: str, parsed: ParsedTurn, sight: Sight, headers: Sequence[tuple[bytes, bytes]]
 ) -> Seen | None:
     prompt, scheme = sight.understood.prompt, sight.understood.scheme
-    if prompt is None or scheme is None or parsed.prompt is None:
+    if prompt is None or prompt.partial or scheme is None or parsed.prompt is None:
         return None
     session, keys = hint(headers, parsed.session), prompt.chain.keys
     request = parsed.prompt

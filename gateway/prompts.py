@@ -30,7 +30,10 @@ _FINAL = frozenset(("invalid", "hash_seed_unknown"))
 
 @dataclass(frozen=True, slots=True)
 class Understood:
-    """A turn's prompt under its model's hash scheme and pool keys, or why there is none ("" if there is)."""
+    """A turn's prompt under its model's hash scheme and pool keys.
+
+    unknown: why there is none, or only its beginning; "" for a whole prompt.
+    """
 
     prompt: Prompt | None = None
     scheme: HashScheme | None = None
@@ -136,7 +139,8 @@ class ModelPrompts:
         except Exception:
             logger.exception("prompt of a turn for model %s failed", parsed.model)
             return Understood(unknown="failed")
-        return Understood(prompt, scheme, self._layout(worker, card))
+        unknown = "multimodal" if prompt.partial else ""
+        return Understood(prompt, scheme, self._layout(worker, card), unknown)
 
     async def local_tokens(self, worker: Worker, parsed: ParsedTurn) -> Ids | None:
         """The ids made here for `parsed`, None if they can't be."""
@@ -168,16 +172,28 @@ class ModelPrompts:
         body: bytes,
     ) -> Prompt:
         """Made here where that is allowed and possible, else by the worker."""
-        kind = self._settings.source
+        kind, lora = self._settings.source, _adapter(card)
+        has_media = False
         if kind == "local" or (kind == "auto" and not self.parity.differs(card.id, parsed.api)):
+            source = self.source(worker, card)
             try:
-                return await self.source(worker, card).prompt(request, scheme, lora=_adapter(card))
+                return await source.prompt(request, scheme, lora=lora)
             except Unrenderable as why:
-                if kind == "local" or why.reason in _FINAL:
+                has_media = why.reason == "multimodal"
+                if not has_media and (kind == "local" or why.reason in _FINAL):
                     raise
-        tokens = await self.renderer.tokens(worker.url, path, body)
-        blocks = chain(tokens, scheme, cache_salt=request.cache_salt, lora=_adapter(card))
-        return Prompt(tokens, blocks, "remote")
+            if has_media and kind == "local":
+                return await source.prefix(request, scheme, lora=lora)
+        try:
+            rendered = await self.renderer.rendered(worker.url, path, body)
+        except NotRendered:
+            if not has_media:
+                raise
+            return await self.source(worker, card).prefix(request, scheme, lora=lora)
+        blocks = chain(
+            rendered.tokens, scheme, cache_salt=request.cache_salt, lora=lora, media=rendered.media
+        )
+        return Prompt(rendered.tokens, blocks, "remote")
 
     async def close(self) -> None:
         await self.parity.close()

@@ -1,11 +1,14 @@
 """Asking a worker how it renders a body: for what can't be reproduced here, and to check what can."""
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import httpx
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from store.hashing import Media
 
 Ids = npt.NDArray[np.uint32]
 
@@ -18,9 +21,29 @@ class NotRendered(Exception):
         self.reason = reason
 
 
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """The ids of a prompt, shape (n,), placeholders of media included, and the media in order of offset."""
+
+    tokens: Ids
+    media: Sequence[Media]
+
+
+class _Range(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class _Features(msgspec.Struct):
+    """By modality, item by item."""
+
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[_Range]]
+
+
 class _Rendered(msgspec.Struct):
     token_ids: list[int]
-    features: Any = None
+    features: _Features | None = None
 
 
 _DECODER = msgspec.json.Decoder(_Rendered | list[_Rendered])
@@ -36,10 +59,16 @@ class WorkerRenderer:
         self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, trust_env=False)
 
     async def tokens(self, worker_url: str, path: str, body: bytes) -> Ids:
-        """The ids of the body's (first) prompt, shape (n,). Raises NotRendered.
+        """The ids of the body's (first) prompt, shape (n,). Raises NotRendered, also for one with media."""
+        rendered = await self.rendered(worker_url, path, body)
+        if rendered.media:
+            raise NotRendered("multimodal")
+        return rendered.tokens
 
-        A body with media has ids, too, but its block hashes need what only `features` tells: not rendered.
-        """
+    async def rendered(self, worker_url: str, path: str, body: bytes) -> Rendered:
+        """The body's (first) prompt. Raises NotRendered."""
+        # Of media only the hashes are wanted, not what their processor made of them: megabytes.
+        body = body.replace(b"{", b'{"mm_payload": "none", ', 1)
         try:
             response = await self._client.post(f"{worker_url}{path}/render", content=body)
         except httpx.TimeoutException:
@@ -57,9 +86,20 @@ class WorkerRenderer:
         first = rendered[0] if isinstance(rendered, list) and rendered else rendered
         if isinstance(first, list):
             raise NotRendered("unreadable")
-        if first.features:
-            raise NotRendered("multimodal")
-        return np.asarray(first.token_ids, dtype=np.uint32)
+        return Rendered(np.asarray(first.token_ids, dtype=np.uint32), _media(first.features))
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+def _media(features: _Features | None) -> list[Media]:
+    """Raises NotRendered where an item lacks its hash or its place."""
+    if features is None:
+        return []
+    found: list[Media] = []
+    for modality, hashes in features.mm_hashes.items():
+        places = features.mm_placeholders.get(modality, [])
+        if len(places) != len(hashes):
+            raise NotRendered("unreadable")
+        found += [Media(name, at.offset, at.length) for name, at in zip(hashes, places, strict=True)]
+    return sorted(found, key=lambda item: item.offset)

@@ -47,8 +47,8 @@ class Sight:
 
     @property
     def prompt_tokens(self) -> int:
-        """0 where the prompt is not known."""
-        return 0 if self.understood.prompt is None else len(self.understood.prompt.tokens)
+        """0 where the prompt is not known; of one whose beginning is known, the least it can have."""
+        return 0 if self.understood.prompt is None else self.understood.prompt.size
 
     @property
     def block_size(self) -> int:
@@ -103,7 +103,7 @@ class Router:
                 asked = time.perf_counter()
                 pool = await self._pool.prefix(chain, understood.layout)
                 pool_seconds = time.perf_counter() - asked
-            limit = (len(understood.prompt.tokens) - 1) // understood.scheme.block_size
+            limit = (understood.prompt.size - 1) // understood.scheme.block_size
             local = self._knowledge.index.match(chain.keys, limit=limit)
             local |= self._computed.extend(chain.keys, local, time.monotonic())
         seconds = time.perf_counter() - started

@@ -150,7 +150,7 @@ class TurnApp:
         """The client's bytes; with the prompt's ids in them where this worker was proven to agree."""
         parsed, prompt = turn.parsed, turn.sight.understood.prompt if turn.sight else None
         worker = placement.target.worker
-        if parsed is None or prompt is None or prompt.source != "local":
+        if parsed is None or prompt is None or prompt.source != "local" or prompt.partial:
             return body
         api = parsed.api
         self._parity.sampled(worker, turn.exchange.path, api, body, prompt.tokens, random.random())

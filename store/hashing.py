@@ -17,6 +17,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 from typing import Final, Literal, TypeAlias, overload
 
 import numpy as np
@@ -258,6 +259,9 @@ def _extras(
 ) -> Iterator[Extra]:
     """The extra keys of the blocks that begin at `starts`: the same object where they are the same."""
     every: Extra = (("lora", *lora),) if lora is not None else ()
+    if not media and not (starts.start == 0 and cache_salt):
+        yield from repeat(every, len(starts))
+        return
     end_of_media = media[-1].offset + media[-1].length if media else 0
     at = 0  # the first item that may reach into the block
     for start in starts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
@@ -45,6 +45,13 @@ _OWN_RENDERING: Final = frozenset(
         *("GptOssForCausalLM", "MoonshotKimiaForCausalLM", "KimiK3ForConditionalGeneration"),
         *("DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"),
         *("DeepseekV41ForCausalLM", "InklingForCausalLM", "InklingForConditionalGeneration"),
+    )
+)
+# Those whose images vLLM puts at the start of the prompt, wherever they are in the conversation.
+_MEDIA_FIRST: Final = frozenset(
+    (
+        *("MolmoForCausalLM", "PaliGemmaForConditionalGeneration", "Blip2ForConditionalGeneration"),
+        "OpenVLAForActionPrediction",
     )
 )
 # Share of the cache's bytes for whole requests and their text, which are short cuts only.
@@ -91,7 +98,10 @@ class Plan:
 class LocalPrompts:
     """One model's prompts; at most `cache_bytes` of them kept, least recently used first out. Thread-safe."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, cache_bytes: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, cache_bytes: int, *, media_first: bool = False
+    ) -> None:
+        self._media_first: Final = media_first
         self._renderer: Final = Renderer(tokenizer)
         self._encoder: Final = Encoder(tokenizer.backend_tokenizer)
         self._cut_token: Final = find_cut_token(tokenizer.backend_tokenizer, self._renderer.samples())
@@ -102,7 +112,8 @@ class LocalPrompts:
     @classmethod
     def load(cls, tokenizer: str, *, cache_bytes: int = 256 << 20) -> LocalPrompts:
         """Load the tokenizer at a path (or hub name). Blocks for 1 to 2 s. Raises Unrenderable."""
-        _refuse_own_rendering(Path(tokenizer))
+        architectures = _architectures(Path(tokenizer))
+        _refuse_own_rendering(Path(tokenizer), architectures)
         try:
             loaded = cast(Any, AutoTokenizer.from_pretrained(tokenizer))  # pyright: ignore[reportUnknownMemberType]
         except Exception as wrong:  # anything at all, from a missing file to a broken one
@@ -113,7 +124,7 @@ class LocalPrompts:
         if getattr(backend.model, "dropout", None):
             raise Unrenderable("tokenizer_unsupported", "BPE dropout makes tokens random")
         backend.encode_special_tokens = bool(getattr(loaded, "split_special_tokens", False))
-        return cls(loaded, cache_bytes)
+        return cls(loaded, cache_bytes, media_first=not _MEDIA_FIRST.isdisjoint(architectures))
 
     @property
     def cut_token(self) -> str | None:
@@ -140,6 +151,35 @@ class LocalPrompts:
     def prompt(self, request: PromptRequest, scheme: HashScheme, *, lora: Lora = None) -> Prompt:
         """Tokens and chain of `request`. Pure CPU. Raises Unrenderable."""
         return self.finish(self.plan(request, scheme, lora=lora))
+
+    def prefix(self, request: PromptRequest, scheme: HashScheme, *, lora: Lora = None) -> Prompt:
+        """The beginning of a prompt with media, up to a cut before the first item. Pure CPU: two renderings.
+
+        Raises Unrenderable: also where nothing is known.
+        """
+        request = self._as_rendered(request)
+        if (
+            not isinstance(request, ChatPrompt)
+            or request.truncate_prompt_tokens is not None
+            or self._cut_bytes is None
+            or self._media_first
+            or self._encoder.around(add_special_tokens=request.add_special_tokens)[1]
+        ):
+            raise Unrenderable("multimodal")
+        try:
+            text = self._renderer.before_media(request).encode()
+        except UnicodeEncodeError as wrong:
+            raise Unrenderable("invalid", "text with lone surrogates") from wrong
+        # Tokens beyond the last cut depend on what comes after the text.
+        end = text.rfind(self._cut_bytes)
+        if end <= 0:
+            raise Unrenderable("multimodal")
+        known = TextPrompt(
+            text=text[:end].decode(),
+            add_special_tokens=request.add_special_tokens,
+            cache_salt=request.cache_salt,
+        )
+        return replace(self.prompt(known, scheme, lora=lora), partial=True)
 
     def plan(self, request: PromptRequest, scheme: HashScheme, *, lora: Lora = None) -> Plan:
         """Render `request` and find what is known of it: about 5 us a kilobyte. Raises Unrenderable."""
@@ -326,13 +366,17 @@ def _beginning(request: ChatPrompt | TextPrompt) -> int:
     return hash(msgspec.msgpack.encode(request.messages[:2]))
 
 
-def _refuse_own_rendering(directory: Path) -> None:
-    """Raise for models whose prompts vLLM does not make with tokenizer and template."""
+def _architectures(directory: Path) -> Sequence[str]:
     try:
         config: Any = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         config = {}
-    for architecture in config.get("architectures") or ():
+    return config.get("architectures") or ()
+
+
+def _refuse_own_rendering(directory: Path, architectures: Sequence[str]) -> None:
+    """Raise for models whose prompts vLLM does not make with tokenizer and template."""
+    for architecture in architectures:
         if architecture in _OWN_RENDERING:
             raise Unrenderable("tokenizer_unsupported", f"vLLM renders {architecture} in its own way")
     if any(directory.glob("consolidated*.safetensors")) and (

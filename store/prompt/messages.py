@@ -23,7 +23,10 @@ class MessagesFacts:
 
 
 def chat_of_messages(request: MessagesPrompt, facts: MessagesFacts) -> ChatPrompt:
-    """Raises Unrenderable for what cannot be known here (images, tools that change on the way)."""
+    """Raises Unrenderable for what cannot be known here (tools that change on the way).
+
+    Images leave a part that says no more than that there is one.
+    """
     messages: list[Message] = []
     system = list(_texts_of_system(request.system))
     given = [_object(message, "a message") for message in request.messages]
@@ -73,7 +76,7 @@ def _messages(source: Message) -> Iterator[Message]:
         if kind == "text" and block.get("text"):
             parts.append({"type": "text", "text": block["text"]})
         elif kind == "image" and block.get("source"):
-            raise Unrenderable("multimodal")
+            parts.append({"type": "image_url"})
         elif kind == "thinking" and block.get("thinking") is not None:
             thoughts.append(block["thinking"])
         elif kind == "tool_use":
@@ -88,7 +91,7 @@ def _messages(source: Message) -> Iterator[Message]:
     if calls:
         message["tool_calls"] = calls
     if parts:
-        single = len(parts) == 1
+        single = len(parts) == 1 and parts[0]["type"] == "text"
         message["content"] = parts[0]["text"] if single else parts
     if role != "user" or parts:
         yield message
@@ -106,15 +109,18 @@ def _tool_result(block: Block) -> Iterator[Message]:
     identity, content = block.get("tool_use_id") or "", block.get("content")
     texts: list[str] = [content] if isinstance(content, str) else []
     references: list[Block] = []
+    images: list[Block] = []
     for item in _objects(cast(list[Any], content) if isinstance(content, list) else []):
         kind = item.get("type")
         if kind == "text":
             texts.append(item.get("text", ""))
         elif kind == "image":
-            raise Unrenderable("multimodal")
+            images.append({"type": "image_url"})
         elif kind == "tool_reference" and (name := item.get("tool_name") or item.get("name")):
             references.append({"type": "tool_reference", "name": name})
     yield {"role": "tool", "tool_call_id": identity, "content": "\n".join(texts)}
+    if images:
+        yield {"role": "user", "content": images}
     if references:
         yield {"role": "tool", "tool_call_id": identity, "content": references}
 

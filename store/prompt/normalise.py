@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, Final, TypeAlias, cast
 
 from store.prompt.environment import Printed
+from store.prompt.media import MediaPart
 from store.prompt.request import ChatPrompt, Unrenderable
 from store.prompt.template import ContentFormat, TemplateFacts
 
@@ -170,6 +171,8 @@ def _text_of(part: Any) -> str:
 
 
 def _wrapped(part: Any) -> dict[str, Any]:
+    if isinstance(part, MediaPart):
+        return {"type": part.kind}
     text = _text_of(part)
     if isinstance(part, str):
         return {"type": "text", "text": part}

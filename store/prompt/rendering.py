@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, Final, cast
 
 import jinja2
+import msgspec
 from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerFast
 
-from store.prompt import normalise
+from store.prompt import media, normalise
 from store.prompt.environment import make_environment
 from store.prompt.messages import DisabledEffort, MessagesFacts
 from store.prompt.request import ChatPrompt, Unrenderable
@@ -73,6 +74,18 @@ class Renderer:
             return template.render(messages=messages, **(self._special_tokens | keywords))
         except Exception as wrong:  # a template is a program: any exception can come out of it
             raise Unrenderable("template_error", str(wrong)) from wrong
+
+    def before_media(self, request: ChatPrompt) -> str:
+        """The text that comes before the first image (or the like) of `request`, whatever stands for it.
+
+        Raises Unrenderable.
+        """
+        _, facts = self._template(self._source(request.tools))
+        shown, bare = (
+            self.render(msgspec.structs.replace(request, messages=messages))
+            for messages in media.variants(request.messages, facts.content_format)
+        )
+        return media.known_text(shown, bare)
 
     def messages_facts(self) -> MessagesFacts:
         """What vLLM finds out about the template when it serves /v1/messages. Costs a few ms once."""

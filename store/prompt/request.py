@@ -116,8 +116,15 @@ class Prompt:
     """A prompt as its engine sees it. `tokens` has shape (n,); `chain` covers its full blocks.
 
     source: `ids` (the client sent them), `local` (rendered here) or `remote` (a worker rendered it).
+    partial: only the beginning is known, up to some place before the first image (or other media).
     """
 
     tokens: Ids
     chain: Chain
     source: Literal["local", "remote", "ids"]
+    partial: bool = False
+
+    @property
+    def size(self) -> int:
+        """Its tokens; of a partial prompt the least it can have."""
+        return len(self.tokens) + self.partial

@@ -87,6 +87,14 @@ class PromptSource:
             return local.finish(plan)
         return await loop.run_in_executor(self._threads, local.finish, plan)
 
+    async def prefix(
+        self, request: PromptRequest, scheme: HashScheme, *, lora: tuple[str, str] | None = None
+    ) -> Prompt:
+        """The beginning of a prompt with media. Raises Unrenderable: also where nothing of it is known."""
+        local = self._local or await self._load()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: local.prefix(request, scheme, lora=lora))
+
     async def loaded(self) -> LocalPrompts:
         """The prompts themselves, for work beside the loop. Raises Unrenderable."""
         return self._local or await self._load()
