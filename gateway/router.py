@@ -1,8 +1,10 @@
 """Where a turn goes: what is known of its prompt, then decision and lease with no await between."""
 
+import asyncio
 import random
 import time
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +26,10 @@ _RETRY_AFTER_S = 2.0
 # vLLM publishes from a thread that competes with its engine and HTTP server: events of a prompt came up to
 # 9 ms after its answer, on two overloaded cores up to 170 ms. By then the session's next turn can be here.
 _ANNOUNCED_AFTER_S = 0.5
+# The blocks that an answer filled are known from events alone, up to 9 ms after its end where a core is idle.
+# Only a turn that goes on from an answer so fresh waits, and at most for this long.
+_ANSWER_LAG_S = 0.02
+_ANSWERS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,7 @@ class Router:
         self._pool = pool
         self._draws = draws or random.SystemRandom()
         self._computed = Placements(ttl_s=_ANNOUNCED_AFTER_S)
+        self._ended: deque[tuple[float, int, int]] = deque(maxlen=_ANSWERS)
 
     async def look(self, parsed: ParsedTurn, path: str, body: bytes) -> Sight:
         """Find out what is known of the turn's prompt. Never raises: what can't be known is left out."""
@@ -103,6 +110,7 @@ class Router:
                 asked = time.perf_counter()
                 pool = await self._pool.prefix(chain, understood.layout)
                 pool_seconds = time.perf_counter() - asked
+            await self._hear_out(chain.keys)
             limit = (understood.prompt.size - 1) // understood.scheme.block_size
             local = self._knowledge.index.match(chain.keys, limit=limit)
             local |= self._computed.extend(chain.keys, local, time.monotonic())
@@ -118,6 +126,23 @@ class Router:
         prompt = sight.understood.prompt
         if prompt is not None and target.name in self._knowledge.block_sizes:
             self._computed.place(target.name, prompt.chain.keys, time.monotonic())
+
+    def ended(self, sight: Sight) -> None:
+        """This turn's answer is complete; the events of its last blocks may still be on their way."""
+        prompt = sight.understood.prompt
+        if prompt is not None and len(prompt.chain):
+            blocks = len(prompt.chain)
+            self._ended.append((time.monotonic(), blocks, prompt.chain.keys[blocks - 1]))
+
+    async def _hear_out(self, keys: Sequence[int]) -> None:
+        """Give the events of an answer that `keys` go on from the time they need."""
+        now = time.monotonic()
+        for at, blocks, last in reversed(self._ended):
+            if now - at >= _ANSWER_LAG_S:
+                return
+            if blocks < len(keys) and keys[blocks - 1] == last:
+                await asyncio.sleep(at + _ANSWER_LAG_S - now)
+                return
 
     def decide(self, sight: Sight, failed: Collection[str] = ()) -> Decision:
         """The policy's choice now. `failed`: names of workers that failed this turn."""

@@ -196,6 +196,8 @@ class TurnApp:
             )
         if not broken:
             turn.outcome = "ok" if response.status < 500 else "error"
+            if response.status == 200 and turn.sight is not None:
+                self._router.ended(turn.sight)
             await exchange.finish()
             return
         self._worker_failed(placement, broken)

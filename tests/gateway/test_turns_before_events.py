@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from peer import Connection, Peer, Received
+from store.hashing import HashScheme
+from store.prompt.local import LocalPrompts
+from store.prompt.request import ChatPrompt
 from tests.store.kv_publisher import Publisher, free_port, publishing, stored
 from workers.launch.tiny_model import make_tiny_model
 
@@ -22,14 +25,10 @@ async def refuse(_: Received, connection: Connection) -> None:
     await connection.answer(400, b'{"error":{}}', "content-type: application/json")
 
 
-@pytest.mark.parametrize("announces", [True, False])
-@pytest.mark.parametrize("answers", [True, False])
-async def test_an_answer_is_proof_that_its_prompt_is_held_until_events_should_be_there(
-    peers, front, tmp_path: Path, announces: bool, answers: bool
-) -> None:
-    peer: Peer = await peers(say_ok if answers else refuse)
-    card = {"id": "m", "root": str(make_tiny_model(tmp_path / "tiny"))}
-    peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [card]}).encode()
+def announce_from(peer: Peer, directory: Path) -> tuple[int, int, str]:
+    """Make `peer` a worker of a tiny model that publishes KV events: their ports, and the model."""
+    model = str(make_tiny_model(directory))
+    peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [{"id": "m", "root": model}]}).encode()
     peer.pages["/metrics"] = METRICS.encode()
     live, replay = free_port(), free_port()
     source = {
@@ -40,6 +39,16 @@ async def test_an_answer_is_proof_that_its_prompt_is_held_until_events_should_be
         "topic": "",
     }
     peer.pages["/kv_event_sources"] = json.dumps({"0": source}).encode()
+    return live, replay, model
+
+
+@pytest.mark.parametrize("announces", [True, False])
+@pytest.mark.parametrize("answers", [True, False])
+async def test_an_answer_is_proof_that_its_prompt_is_held_until_events_should_be_there(
+    peers, front, tmp_path: Path, announces: bool, answers: bool
+) -> None:
+    peer: Peer = await peers(say_ok if answers else refuse)
+    live, replay, _ = announce_from(peer, tmp_path / "tiny")
 
     with publishing(lambda: Publisher(live, replay)) as publisher:
         gate = await front(peer, env={"MOONGATE_ROUTING__HEADERS": "debug"})
@@ -65,3 +74,35 @@ async def test_an_answer_is_proof_that_its_prompt_is_held_until_events_should_be
             while local:
                 await asyncio.sleep(0.6)
                 _, local = await turn({"role": "user", "content": "Go on."})
+
+
+async def test_a_turn_that_follows_at_once_hears_of_the_blocks_that_the_answer_filled(
+    peers, front, tmp_path: Path
+) -> None:
+    peer: Peer = await peers(say_ok)
+    live, replay, model = announce_from(peer, tmp_path / "tiny")
+    prompts = LocalPrompts.load(model)
+
+    with publishing(lambda: Publisher(live, replay)) as publisher:
+        gate = await front(peer, env={"MOONGATE_ROUTING__HEADERS": "debug"})
+        await gate.until(lambda: gate.gateway.streams.status()[f"127.0.0.1:{peer.port}"].state == "exact")
+
+        async def turn(messages: list[dict[str, str]]) -> int:
+            url = f"{gate.url}/v1/chat/completions"
+            async with gate.client.post(url, json={"model": "m", "messages": messages}) as answer:
+                await answer.read()
+                return int(answer.headers["x-moongate-local-tokens"])
+
+        async def heard(number: int) -> bool:
+            question = {"role": "user", "content": f"{number}: {QUESTION['content']}"}
+            said = {"role": "assistant", "content": "So it is. " * 40}
+            follow_up = [question, said, {"role": "user", "content": "Go on."}]
+            prompt = prompts.prompt(ChatPrompt(messages=follow_up), HashScheme("sha256_cbor", 32))
+            filled = len(prompt.chain) - 1
+            event = stored(list(prompt.chain.keys)[:filled], token_ids=prompt.tokens[: filled * 32].tolist())
+            await turn([question])
+            asyncio.get_running_loop().call_later(0.008, publisher.publish, event)
+            return await turn(follow_up) == filled * 32
+
+        # A busy machine may be late with an event of this test's own; not with all of them.
+        assert any([await heard(number) for number in range(5)])
