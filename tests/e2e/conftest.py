@@ -28,11 +28,18 @@ def vllm_python() -> Path:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def fleet(vllm_python: Path) -> AsyncIterator[RealFleet]:
-    """Master, two workers and gateway, all up. Whoever breaks something puts it back."""
+async def session_fleet(vllm_python: Path) -> AsyncIterator[RealFleet]:
+    """Master, two workers and gateway, all up."""
     started = real_fleet.make(vllm_python.parents[2] / ".moongate/e2e", workers=2)
     try:
         await started.start()
         yield started
     finally:
         await started.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def fleet(session_fleet: RealFleet) -> RealFleet:
+    """The session's fleet, whole again where another test broke it and failed."""
+    await session_fleet.whole()
+    return session_fleet

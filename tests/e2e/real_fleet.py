@@ -78,6 +78,16 @@ class RealFleet:
         await self.gateway.start()
         await self.until(self.all_up)
 
+    async def whole(self) -> None:
+        """Start again what a test has ended, lift what it has cordoned, wait until all of it is in use."""
+        for server in (self.master, *(worker.server for worker in self.workers)):
+            if not server.alive:
+                await server.start()
+        for worker in (await self.admin("workers"))["workers"]:
+            if worker["cordoned"]:
+                await self._cordon(worker["name"], False)
+        await self.until(self.all_up)
+
     async def stop(self) -> None:
         await self.client.aclose()
         for server in (self.gateway, *(worker.server for worker in self.workers)):

@@ -26,6 +26,8 @@ TOOL: Any = {
         },
     },
 }
+# Random weights end an answer wherever they like.
+TO_THE_END = {"ignore_eos": True}
 NAMED: Any = {"type": "function", "function": {"name": "locate"}}
 
 
@@ -41,16 +43,25 @@ def async_client(fleet: RealFleet) -> openai.AsyncOpenAI:
 
 async def test_the_sync_sdk(fleet: RealFleet, sync_client: openai.OpenAI) -> None:
     assert [model.id for model in sync_client.models.list()] == [fleet.model]
-    answer = sync_client.chat.completions.create(model=fleet.model, messages=ASK, max_tokens=8)
+    answer = sync_client.chat.completions.create(
+        model=fleet.model, messages=ASK, max_tokens=8, extra_body=TO_THE_END
+    )
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 8
-    text = sync_client.completions.create(model=fleet.model, prompt="def main(", max_tokens=8)
+    text = sync_client.completions.create(
+        model=fleet.model, prompt="def main(", max_tokens=8, extra_body=TO_THE_END
+    )
     assert text.choices[0].finish_reason == "length"
 
 
 async def test_the_async_sdk_streams(fleet: RealFleet, async_client: openai.AsyncOpenAI) -> None:
     stream = await async_client.chat.completions.create(
-        model=fleet.model, messages=ASK, max_tokens=8, stream=True, stream_options={"include_usage": True}
+        model=fleet.model,
+        messages=ASK,
+        max_tokens=8,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body=TO_THE_END,
     )
     chunks = [chunk async for chunk in stream]
     assert chunks[-1].usage is not None

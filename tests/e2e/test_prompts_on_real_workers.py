@@ -23,8 +23,8 @@ SCHEME = HashScheme("sha256_cbor", 32)
 
 
 @pytest.fixture(scope="session")
-def prompts(fleet: RealFleet) -> LocalPrompts:
-    return LocalPrompts.load(str(fleet.model_dir))
+def prompts(session_fleet: RealFleet) -> LocalPrompts:
+    return LocalPrompts.load(str(session_fleet.model_dir))
 
 
 @dataclass

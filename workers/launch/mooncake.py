@@ -71,6 +71,10 @@ class MooncakeMaster:
         return f"http://{self.host}:{self.http_port}"
 
     @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.alive
+
+    @property
     def process(self) -> Process:
         """Raises RuntimeError before the first start."""
         if self._process is None:

@@ -44,6 +44,10 @@ class Server:
             self._process.kill()
             raise
 
+    @property
+    def alive(self) -> bool:
+        return self._process.alive
+
     async def wait(self) -> int:
         return await self._process.wait()
 
