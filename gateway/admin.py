@@ -38,7 +38,7 @@ class FleetAdmin(Protocol):
 
     def workers(self) -> Sequence[Worker]: ...
     def get(self, name: str) -> Worker: ...
-    def add(self, url: str, name: str | None = None) -> Worker: ...
+    def add(self, url: str, name: str | None = None, segment: str = "") -> Worker: ...
     def cordon(self, name: str, cordoned: bool) -> Worker: ...
     def remove(self, name: str) -> Worker: ...
 
@@ -65,11 +65,15 @@ class AdminParts:
 
 
 class NewWorker(BaseModel):
-    """url: http(s)://HOST:PORT. name: made of host and port if not given."""
+    """url: http(s)://HOST:PORT. name: made of host and port if not given.
+
+    segment: its share of the Mooncake pool, IP:PORT or IP, where that does not follow from the host.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     url: str
     name: str | None = None
+    segment: str = ""
 
 
 class WorkerChange(BaseModel):
@@ -132,7 +136,7 @@ def _workers(parts: AdminParts) -> APIRouter:
     @router.post("/workers", status_code=201, summary="Add a worker")
     async def add_worker(new: NewWorker, response: Response) -> WorkerView:
         try:
-            worker = fleet.add(new.url, new.name)
+            worker = fleet.add(new.url, new.name, new.segment)
         except BadWorker as error:
             raise errors.InvalidRequest(str(error), param="url") from None
         except DuplicateWorker as error:

@@ -55,6 +55,10 @@ class WorkerView(Answer):
     waiting: float = Field(description="Requests the engine has queued, as it last said.")
     kv_usage: float = Field(description="Share of the KV cache in use by running requests, 0 to 1.")
     block_size: int = Field(description="Tokens in a KV block; 0 if the worker does not say.")
+    segment: str = Field(
+        description="Its share of the pool: a segment (IP:PORT), or all segments of a host (IP); "
+        "empty: not known."
+    )
     hash_algo: str
 
     @classmethod
@@ -80,6 +84,7 @@ class WorkerView(Answer):
             waiting=report.waiting,
             kv_usage=report.kv_usage,
             block_size=report.block_size,
+            segment=worker.segment,
             hash_algo=report.hash_algo,
         )
 
@@ -99,6 +104,9 @@ class CandidateView(Answer):
     excluded: str = Field(description="Why it may not be chosen: down, starting, cordoned, model, failed.")
     local_tokens: int = Field(description="Leading tokens in its own cache.")
     pool_tokens: int = Field(description="Leading tokens readable from the pool.")
+    own_segment_tokens: int = Field(
+        description="Those of the pool's beyond its own cache that lie in its own memory: no network."
+    )
     queued_tokens: int
     inflight: int
     waiting: float
@@ -115,6 +123,7 @@ class CandidateView(Answer):
             excluded=candidate.excluded,
             local_tokens=candidate.local_tokens,
             pool_tokens=candidate.pool_tokens,
+            own_segment_tokens=candidate.own_segment_tokens,
             queued_tokens=candidate.queued_tokens,
             inflight=candidate.inflight,
             waiting=candidate.waiting,

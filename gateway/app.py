@@ -50,7 +50,7 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         mooncake, timeouts = settings.mooncake, settings.timeouts
-        self.fleet = Fleet()
+        self.fleet = Fleet(settings.workers.segments)
         self.decisions = DecisionLog()
         self.pool = (
             PoolView(mooncake.master, http_port=mooncake.http_port, budget_s=mooncake.budget_ms / 1e3)

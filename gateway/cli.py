@@ -78,7 +78,7 @@ def serve(
 
     configure_logging(settings.server.log_level)
     try:
-        rehearsal = Fleet()
+        rehearsal = Fleet(settings.workers.segments)
         for url in settings.workers.urls:
             rehearsal.add(url)
         with listening(settings) as sockets:
@@ -172,7 +172,7 @@ def worker(
     try:
         # The gateway probes it from now on and uses it once it is up.
         with _running(url, admin_token, config) as gateway:
-            gateway.add_worker(spec.url)
+            gateway.add_worker(spec.url, spec.segment)
     except RemoteError as error:
         _fail(f"cannot register the worker: {error}", 1)
     environment = {name: value for name, value in os.environ.items() if name not in UNSET} | variables

@@ -8,14 +8,14 @@ def as_text(view: Mapping[str, Any]) -> str:
     """`view`: a decision as the admin API shows it."""
     candidates: Sequence[Mapping[str, Any]] = view["candidates"]
     terms = list(dict.fromkeys(term for candidate in candidates for term in candidate["terms"]))
-    header = ["", "target", "local", "pool", "queued", "in flight", *terms, "cost", "excluded"]
+    header = ["", "target", "local", "pool", "own", "queued", "in flight", *terms, "cost", "excluded"]
     rows = [
         [
             "->" if candidate["target"] == view["target"] else "",
             candidate["target"],
             *(
                 _number(candidate[key])
-                for key in ("local_tokens", "pool_tokens", "queued_tokens", "inflight")
+                for key in ("local_tokens", "pool_tokens", "own_segment_tokens", "queued_tokens", "inflight")
             ),
             *(_number(candidate["terms"].get(term, 0)) for term in terms),
             _number(candidate["cost"]),

@@ -35,9 +35,12 @@ class RunningGateway:
         params = {"api": api} if api else {}
         return self._json(self._ask("POST", "/admin/v1/explain", content=body, params=params))
 
-    def add_worker(self, url: str) -> None:
-        """Register a worker; one that is registered already is fine. Raises RemoteError."""
-        self._ask("POST", "/admin/v1/workers", accept=409, json={"url": url})
+    def add_worker(self, url: str, segment: str) -> None:
+        """Register a worker; one that is registered already is fine. Raises RemoteError.
+
+        segment: its share of the pool, `IP:PORT`.
+        """
+        self._ask("POST", "/admin/v1/workers", accept=409, json={"url": url, "segment": segment})
 
     def _json(self, answer: httpx.Response) -> Any:
         try:

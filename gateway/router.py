@@ -174,16 +174,20 @@ class Router:
             or ("model" if sight.model and not worker.card(sight.model) else "")
             or ("failed" if worker.name in failed else "")
         )
-        local = pool = 0
+        local = pool = own = 0
         size, block_size = sight.prompt_tokens, sight.block_size
         if sight.reads_cache and size and block_size:
-            local = usable_tokens(sight.local_blocks.get(target.name, 0), block_size, size)
+            held = sight.local_blocks.get(target.name, 0)
+            local = usable_tokens(held, block_size, size)
             pool = usable_tokens(sight.pool.blocks, block_size, size)
+            if pool > local and worker.segment:
+                own = min(pool - local, sight.pool.held(worker.segment, held) * block_size)
         return Candidate(
             target.name,
             excluded,
             local_tokens=local,
             pool_tokens=pool,
+            own_segment_tokens=own,
             queued_tokens=load.queued_tokens,
             inflight=load.inflight,
             waiting=worker.report.waiting,

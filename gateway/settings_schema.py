@@ -74,6 +74,13 @@ class Workers(Section, frozen=True):
     )
     health_timeout_s: Annotated[float, Meta(gt=0, description="Seconds a probe may take.")] = 2.0
     kv_events: Annotated[bool, Meta(description="Follow the workers' KV events.")] = True
+    segments: Annotated[
+        dict[str, str],
+        Meta(
+            description="A worker's own pool segment, `IP:PORT` or `IP` (all of that host), by its URL or "
+            "name. Without it, a worker that is alone on its host has the segments of that host."
+        ),
+    ] = {}
 
 
 class ModelSettings(Section, frozen=True):

@@ -26,6 +26,8 @@ class Candidate:
     excluded: why the target may not be chosen ("" if it may): down, starting, cordoned, model, failed.
     local_tokens: usable leading tokens in the target's own GPU cache (engine's hit rule applied).
     pool_tokens: usable leading tokens readable from the pool.
+    own_segment_tokens: of what it would pull (pool_tokens beyond local_tokens), those that lie in its own
+    segment: read by a local copy, not over the network.
     queued_tokens: uncached tokens of turns already sent there whose first token is still awaited.
     inflight: turns sent there that have not ended.
     waiting: requests the worker itself reports as waiting (scraped, so a little old).
@@ -35,6 +37,7 @@ class Candidate:
     excluded: str = ""
     local_tokens: int = 0
     pool_tokens: int = 0
+    own_segment_tokens: int = 0
     queued_tokens: int = 0
     inflight: int = 0
     waiting: float = 0.0

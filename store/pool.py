@@ -21,8 +21,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
 from store.breaker import Breaker
@@ -72,19 +72,17 @@ class PoolPrefix:
 
     known: False when the pool could not be asked; blocks is 0 then, and neither to be believed nor blamed.
     exact: False when the budget ended first; there may be more than `blocks`.
-    stretches: where they are.
+    runs: where they are: runs of block numbers for each segment (`IP:PORT`) and each host, ascending.
     """
 
     blocks: int
     known: bool
     exact: bool = True
-    stretches: tuple[Stretch, ...] = ()
+    runs: Mapping[str, Sequence[range]] = field(default_factory=dict[str, Sequence[range]])
 
     def held(self, place: str, start: int = 0) -> int:
         """How many of the blocks from `start` on lie in one segment (`IP:PORT`), or on one host."""
-        return sum(
-            max(0, each.stop - max(start, each.start)) for each in self.stretches if place in each.places
-        )
+        return sum(max(0, run.stop - max(start, run.start)) for run in self.runs.get(place, ()))
 
 
 _SOMEWHERE: Final = Replicas(frozenset(), elsewhere=True)
@@ -343,11 +341,11 @@ class PoolView:
 
     def _found(self, walk: Walk) -> PoolPrefix:
         now = self._clock()
+        runs = _by_place(walk.stretches)
         if walk.blocks:
             self._pulls.tried(now)
-            for stretch in walk.stretches:
-                self._segments.pull_tried(stretch.places, now)
-        return PoolPrefix(walk.blocks, known=True, exact=walk.stop != "unknown", stretches=walk.stretches)
+            self._segments.pull_tried(runs, now)
+        return PoolPrefix(walk.blocks, known=True, exact=walk.stop != "unknown", runs=runs)
 
     def _first_trip(self, turn: _Turn, start: int) -> list[int]:
         near = max(1, self._first_keys // len(turn.prefixes))
@@ -469,6 +467,14 @@ class _Turn:
     quoted: tuple[str, ...]
     sightings: Sightings
     answered: int = 0
+
+
+def _by_place(stretches: Iterable[Stretch]) -> dict[str, list[range]]:
+    runs: dict[str, list[range]] = {}
+    for each in stretches:
+        for place in each.places:
+            runs.setdefault(place, []).append(range(each.start, each.stop))
+    return runs
 
 
 def _picked(digests: Sequence[bytes], blocks: list[int]) -> Sequence[bytes]:

@@ -2,7 +2,8 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 from urllib.parse import urlsplit
@@ -43,8 +44,11 @@ FleetListener = Callable[[FleetEvent, Worker], None]
 class Fleet:
     """All registered workers and the leases on their targets."""
 
-    def __init__(self) -> None:
+    def __init__(self, segments: Mapping[str, str] | None = None) -> None:
+        """`segments`: the pool segment (`IP:PORT`, or `IP`) of workers, by their URL or name."""
         self.leases = LeaseBook()
+        self._configured = {worker.rstrip("/"): place for worker, place in (segments or {}).items()}
+        self._segments: dict[str, str] = {}
         self._listeners: list[FleetListener] = []
         self._workers: dict[str, Worker] = {}
 
@@ -65,8 +69,12 @@ class Fleet:
             raise UnknownWorker(name)
         return worker
 
-    def add(self, url: str, name: str | None = None) -> Worker:
-        """Register `url` (http or https, no path needed). Raises BadWorker, DuplicateWorker."""
+    def add(self, url: str, name: str | None = None, segment: str = "") -> Worker:
+        """Register `url` (http or https, no path needed). Raises BadWorker, DuplicateWorker.
+
+        segment: its share of the pool, `IP:PORT` or `IP`; without one all segments of its host are taken to
+        be its own, as long as no other worker is on that host.
+        """
         url = url.rstrip("/")
         parts = urlsplit(url)
         try:
@@ -83,14 +91,26 @@ class Fleet:
             raise BadWorker("a worker's name is 1 to 100 of letters, digits and . _ : - [ ]")
         if name in self._workers or any(w.url == url for w in self._workers.values()):
             raise DuplicateWorker(f"worker {name} is registered already")
+        segment = segment or self._configured.get(url, "") or self._configured.get(name, "")
+        if segment and not _NAME.fullmatch(segment):
+            raise BadWorker("a worker's segment is IP:PORT as its store connector has it, or an IP")
         worker = self._workers[name] = Worker(name, url)
+        self._segments[name] = segment
+        self._map_segments()
         self._tell("added", worker)
         return worker
+
+    def _map_segments(self) -> None:
+        on_host = Counter(worker.host for worker in self._workers.values())
+        for worker in self._workers.values():
+            alone = on_host[worker.host] == 1
+            worker.segment = self._segments[worker.name] or (worker.host if alone else "")
 
     def remove(self, name: str) -> Worker:
         """Take the worker out; turns already sent there end undisturbed. Raises UnknownWorker."""
         worker = self.get(name)
-        del self._workers[name]
+        del self._workers[name], self._segments[name]
+        self._map_segments()
         if worker.state == "up":
             self._tell("lost", worker)
         self._tell("removed", worker)

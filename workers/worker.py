@@ -50,13 +50,18 @@ class EngineReport:
 
 @dataclass(slots=True)
 class Worker:
-    """The mutable record of one worker. Only the fleet and its probe write it."""
+    """The mutable record of one worker. Only the fleet and its probe write it.
+
+    segment: its share of the pool, by the name of a segment (`IP:PORT`) or of a host (`IP`: all segments
+    there); "" if that can't be told.
+    """
 
     name: str
     url: str
     state: WorkerState = "starting"
     reason: str = "not probed yet"
     cordoned: bool = False
+    segment: str = ""
     models: tuple[ModelCard, ...] = ()
     kv_endpoints: tuple[KvEndpoint, ...] = ()
     report: EngineReport = field(default_factory=EngineReport)

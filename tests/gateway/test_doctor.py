@@ -244,7 +244,10 @@ def view(**more: Any) -> dict[str, Any]:
             Candidate("w1", local_tokens=512, queued_tokens=9000, inflight=3),
             {"queued": 9000.0, "pull": 0.0, "compute": 88.0},
         ),
-        Scored(Candidate("w2", pool_tokens=512, inflight=1), {"queued": 0.0, "pull": 51.2, "compute": 88.0}),
+        Scored(
+            Candidate("w2", pool_tokens=512, own_segment_tokens=256, inflight=1),
+            {"queued": 0.0, "pull": 51.2, "compute": 88.0},
+        ),
         Scored(Candidate("w3", excluded="down"), {"queued": 0.0, "pull": 0.0, "compute": 600.0}),
     )
     decision = Decision("w2", "pull", "holder busy", "longest_prefix", scored)
@@ -257,10 +260,10 @@ def test_the_explanation_is_a_table() -> None:
         "pull on w2: holder busy (policy longest_prefix)",
         "m: 600 prompt tokens in 18 full blocks of 32, 512 of them cached there, 88 to compute",
         "",
-        "    target  local  pool  queued  in flight  queued  pull  compute   cost  excluded",
-        "    w1        512     0    9000          3    9000     0       88   9088",
-        "->  w2          0   512       0          1       0  51.2       88  139.2",
-        "    w3          0     0       0          0       0     0      600    600  down",
+        "    target  local  pool  own  queued  in flight  queued  pull  compute   cost  excluded",
+        "    w1        512     0    0    9000          3    9000     0       88   9088",
+        "->  w2          0   512  256       0          1       0  51.2       88  139.2",
+        "    w3          0     0    0       0          0       0     0      600    600  down",
     ]
 
 

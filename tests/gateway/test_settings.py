@@ -38,7 +38,7 @@ def test_every_key_has_a_working_environment_variable() -> None:
         if not key.env:
             assert key.name.startswith("models.*.")
             continue
-        text = {bool: "false", list: "http://a:1,http://b:2", dict: '{"x": 1}'}.get(type(key.default))
+        text = {bool: "false", list: "http://a:1,http://b:2", dict: '{"x": "y"}'}.get(type(key.default))
         text = text or (str(key.default) if key.default != "" else "x")
         assert isinstance(load(None, {key.env: text}, {}), Settings), key.name
 

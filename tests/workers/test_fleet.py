@@ -206,3 +206,19 @@ async def test_a_watched_worker_goes_down_and_comes_back(serve) -> None:
     fleet.remove(worker.name)
     await probe.close()
     assert [kind for kind, _ in told.events] == ["added", "up", "lost", "up", "lost", "removed"]
+
+
+def test_a_worker_has_the_segment_it_was_given_or_those_of_a_host_that_it_has_to_itself() -> None:
+    fleet = Fleet({"http://10.0.0.1:8000/": "10.0.0.1:17000", "named": "10.0.0.9"})
+    one, two = fleet.add("http://10.0.0.1:8000"), fleet.add("http://10.0.0.1:8001")
+    named = fleet.add("http://10.0.0.1:8002", "named")
+    alone = fleet.add("http://10.0.0.2:8000")
+    told = fleet.add("http://10.0.0.1:8003", segment="10.0.0.1:17003")
+    places = [one.segment, two.segment, named.segment, alone.segment, told.segment]
+    assert places == ["10.0.0.1:17000", "", "10.0.0.9", "10.0.0.2", "10.0.0.1:17003"]
+    neighbour = fleet.add("http://10.0.0.2:8001")
+    assert (alone.segment, neighbour.segment) == ("", "")
+    fleet.remove(alone.name)
+    assert neighbour.segment == "10.0.0.2"
+    with pytest.raises(BadWorker, match="segment"):
+        fleet.add("http://10.0.0.3:8000", segment="10.0.0.3, 10.0.0.4")

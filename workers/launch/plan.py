@@ -112,6 +112,9 @@ class Plan:
             "MOONGATE_MOONCAKE__HTTP_PORT": str(self.pool_http_port),
             "MOONGATE_ROUTING__HEADERS": "debug",
         }
+        if self.pool is not None:
+            segments = {_url(ports): f"127.0.0.1:{ports.segment}" for ports in self.worker_ports}
+            env["MOONGATE_WORKERS__SEGMENTS"] = json.dumps(segments)
         argv += self.fleet.gateway_args
         return self._server("gateway", argv, env, f"{self.fleet.url}/ready", GATEWAY_READY_S)
 

@@ -1,3 +1,4 @@
+import json
 import sys
 from pathlib import Path
 
@@ -36,6 +37,9 @@ def test_the_gateway_is_told_of_the_workers_and_the_pool(tmp_path: Path) -> None
     assert options(gateway, "--worker") == [f"http://127.0.0.1:{w.http}" for w in made.worker_ports]
     assert options(gateway, "--mooncake-master") == [made.pool]
     assert gateway.env["MOONGATE_MOONCAKE__HTTP_PORT"] == str(made.pool_http_port)
+    assert json.loads(gateway.env["MOONGATE_WORKERS__SEGMENTS"]) == {
+        f"http://127.0.0.1:{w.http}": f"127.0.0.1:{w.segment}" for w in made.worker_ports
+    }
     assert list(gateway.argv[-2:]) == ["--policy", "x"]
 
 
