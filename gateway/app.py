@@ -12,7 +12,7 @@ from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.breaks import PrefixBreaks
 from gateway.decisions import DecisionLog
 from gateway.errors import ErrorBoundary
-from gateway.exchange import Receive, Scope, Send
+from gateway.exchange import Message, Receive, Scope, Send
 from gateway.explain import Explainer
 from gateway.health import Readiness, readiness
 from gateway.links import CountedKnowledge, Links
@@ -49,6 +49,7 @@ class Gateway:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._ending = False
         mooncake, timeouts = settings.mooncake, settings.timeouts
         self.fleet = Fleet(settings.workers.segments)
         self.decisions = DecisionLog()
@@ -126,7 +127,11 @@ class Gateway:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         else:
-            await self._front(scope, receive, send)
+            await self._front(scope, receive, _closing(send) if self._ending else send)
+
+    def end(self) -> None:
+        """Not ready from now on: turns should go elsewhere. Those that come all the same are served."""
+        self._ending = True
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
@@ -210,7 +215,18 @@ class Gateway:
             *self.prompts.disagreements(),
             *map(str, self.prompts.parity.differences()),
         ]
-        return readiness(self.fleet, self.pool, doubts)
+        return readiness(self.fleet, self.pool, doubts, ending=self._ending)
+
+
+def _closing(send: Send) -> Send:
+    """Answers over `send` ask the client for another connection next time."""
+
+    async def told(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        await send(message)
+
+    return told
 
 
 def build(settings: Settings) -> Gateway:

@@ -82,7 +82,8 @@ def serve(
         for url in settings.workers.urls:
             rehearsal.add(url)
         with listening(settings) as sockets:
-            run(build(settings), settings, sockets)
+            gateway = build(settings)
+            run(gateway, settings, sockets, gateway.end)
     except (UnknownPolicy, BadPolicyOptions) as error:
         _fail(f"routing: {error}")
     except (BadWorker, DuplicateWorker) as error:
@@ -113,10 +114,14 @@ def up(
     ] = None,
     admin_token: TokenOption = None,
 ) -> None:
-    """A whole fleet on this machine; Ctrl-C ends all of it. Words after -- go to `moongate serve`."""
+    """A whole fleet on this machine; Ctrl-C ends all of it, a second one at once.
+
+    Words after -- go to `moongate serve`.
+    """
     from workers.launch.fleet import LocalFleet
     from workers.launch.fleet import up as run_fleet
 
+    settings = _settings(None, {"admin.token": admin_token})
     fleet = LocalFleet(
         engine=engine,
         workers=workers,
@@ -127,7 +132,8 @@ def up(
         port=port,
         gateway_args=tuple(context.args),
         worker_args=tuple(worker_arg or ()),
-        admin_token=_settings(None, {"admin.token": admin_token}).admin.token,
+        admin_token=settings.admin.token,
+        drain_s=settings.timeouts.drain_s,
     )
     raise typer.Exit(
         run_fleet(

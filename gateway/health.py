@@ -14,14 +14,15 @@ class Readiness:
     reasons: list[str] = field(default_factory=list[str])
 
 
-def readiness(fleet: Fleet, pool: PoolView | None, doubts: list[str]) -> Readiness:
+def readiness(fleet: Fleet, pool: PoolView | None, doubts: list[str], *, ending: bool = False) -> Readiness:
     """A worker is enough: the pool and exact knowledge cost cache hits, never readiness.
 
-    doubts: knowledge that was found not to hold, in words for operators.
+    doubts: knowledge that was found not to hold, in words for operators. ending: the gateway shuts down.
     """
     workers = fleet.workers()
-    ready = any(w.state == "up" and not w.cordoned for w in workers)
-    reasons = [] if workers else ["no worker is registered"]
+    ready = not ending and any(w.state == "up" and not w.cordoned for w in workers)
+    reasons = ["the gateway is shutting down"] if ending else []
+    reasons += [] if workers else ["no worker is registered"]
     reasons += [f"worker {w.name} is {w.state}: {w.reason}" for w in workers if w.state != "up"]
     reasons += [f"worker {w.name} is cordoned" for w in workers if w.cordoned]
     if pool is not None and pool.degraded:

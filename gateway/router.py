@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,6 +30,7 @@ _ANNOUNCED_AFTER_S = 0.5
 # Only a turn that goes on from an answer so fresh waits, and at most for this long.
 _ANSWER_LAG_S = 0.02
 _ANSWERS = 256
+_IN_WORDS = {"failed": "failed at this turn", "starting": "not up yet"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,10 @@ class Router:
         decision = self.decide(sight, failed)
         chosen = decision.chosen
         if decision.target is None or chosen is None:
-            raise NoWorker("no worker can take this turn now", retry_after_s=_RETRY_AFTER_S)
+            raise NoWorker(
+                _why_nobody([scored.candidate for scored in decision.scored], sight.model),
+                retry_after_s=_RETRY_AFTER_S,
+            )
         target = next(t for t in self._fleet.targets() if t.name == decision.target)
         lease = self._fleet.leases.take(target.name, max(0, sight.prompt_tokens - chosen.cached_tokens))
         return Placement(decision, target, chosen, lease)
@@ -192,3 +196,15 @@ class Router:
             inflight=load.inflight,
             waiting=worker.report.waiting,
         )
+
+
+def _why_nobody(candidates: Sequence[Candidate], model: str) -> str:
+    """Why no candidate may be chosen, by kinds and without names: clients are told this."""
+    if not candidates:
+        return "no worker is registered"
+    counts = Counter(candidate.excluded for candidate in candidates if candidate.excluded != "model")
+    others = sum(candidate.excluded == "model" for candidate in candidates)
+    kinds = [f"{count} {_IN_WORDS.get(why, why)}" for why, count in sorted(counts.items())]
+    if others:
+        kinds.append(f"{others} without the model {model[:200]!r}")
+    return f"no worker can take this turn now: {', '.join(kinds)}"

@@ -1,12 +1,13 @@
 """Running the gateway: sockets, logging and the HTTP server around the ASGI app."""
 
+import asyncio
 import logging
 import math
 import os
 import signal
 import socket
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
@@ -82,15 +83,42 @@ class _Protocol(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
-    """A second signal, of either kind, ends it without waiting for turns under way."""
+    """Ends in three steps: told (`on_end`), still accepting for `delay_s`, then finishing what is under way.
+
+    SIGINT skips the second: a person waits, no load balancer. A second signal, of either kind, ends it
+    without waiting for anything.
+    """
+
+    def __init__(self, config: uvicorn.Config, on_end: Callable[[], None], delay_s: float) -> None:
+        super().__init__(config)
+        self._on_end = on_end
+        self._delay_s = delay_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.force_exit or self.should_exit
+        if self.should_exit:
+            self.force_exit = True
+        else:
+            self._on_end()
+            if sig == signal.SIGINT:
+                self._delay_s = 0.0
         super().handle_exit(sig, frame)
 
+    async def main_loop(self) -> None:
+        await super().main_loop()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._delay_s
+        while loop.time() < until and not self.force_exit:
+            await asyncio.sleep(min(0.1, until - loop.time()))
+            await self.on_tick(0)
 
-def run(app: ASGIApp, settings: Settings, sockets: list[socket.socket]) -> None:
-    """Serve on `sockets` until SIGINT or SIGTERM."""
+
+def run(
+    app: ASGIApp,
+    settings: Settings,
+    sockets: list[socket.socket],
+    on_end: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve on `sockets` until SIGINT or SIGTERM; `on_end` is called at the first of them, at once."""
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -107,7 +135,7 @@ def run(app: ASGIApp, settings: Settings, sockets: list[socket.socket]) -> None:
     print(
         f"moongate listens on {base_url(sockets[0])}, admin on {base_url(sockets[-1])}/admin/v1", flush=True
     )
-    server = _Server(config)
+    server = _Server(config, on_end, settings.timeouts.drain_delay_s)
 
     def end(*_: object) -> None:
         server.should_exit = True

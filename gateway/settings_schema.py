@@ -150,9 +150,11 @@ class Timeouts(Section, frozen=True):
         Seconds, Meta(description="Seconds between two chunks of an answer; 0: no limit.")
     ] = 300.0
     total_s: Annotated[Seconds, Meta(description="Seconds for a whole turn; 0: no limit.")] = 0.0
-    drain_s: Annotated[
-        Seconds, Meta(description="Seconds that turns under way have to end after SIGTERM.")
-    ] = 30.0
+    drain_delay_s: Annotated[
+        Seconds,
+        Meta(description="Seconds after SIGTERM in which `/ready` says 503 and turns are still taken."),
+    ] = 3.0
+    drain_s: Annotated[Seconds, Meta(description="Seconds that turns under way then have to end.")] = 30.0
 
 
 class Limits(Section, frozen=True):

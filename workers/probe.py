@@ -32,6 +32,10 @@ class _ModelPage(msgspec.Struct):
     data: list[dict[str, Any]]
 
 
+class _Sleep(msgspec.Struct):
+    is_sleeping: bool
+
+
 class _KvSource(msgspec.Struct):
     endpoint: str
     replay_endpoint: str | None = None
@@ -83,6 +87,11 @@ def parse_kv_sources(body: bytes, host: str) -> tuple[KvEndpoint, ...]:
         for rank, source in sorted(sources.items(), key=lambda item: int(item[0]))
         if source.enable_kv_cache_events and source.publisher == "zmq"
     )
+
+
+def parse_sleeping(body: bytes) -> bool:
+    """Whether /is_sleeping says that the engine gave up its memory: it would fail every request."""
+    return msgspec.json.decode(body, type=_Sleep).is_sleeping
 
 
 def parse_models(body: bytes) -> tuple[ModelCard, ...]:
@@ -164,6 +173,9 @@ class Probe:
         """Ask `worker` everything once and record the result. Never raises."""
         try:
             await self._get(worker, "/health")
+            # Served in vLLM's development mode only, without which nobody can put an engine to sleep.
+            if await self._optional(worker, "/is_sleeping", parse_sleeping):
+                raise ProbeFailed("asleep")
             report = await self._optional(worker, "/metrics", lambda body: parse_metrics(body.decode()))
             models = parse_models(await self._get(worker, "/v1/models"))
             endpoints = await self._optional(

@@ -57,7 +57,7 @@ class Connection:
 
 ADMIN = {"authorization": "Bearer admin-token"}
 
-PROBED = ("/health", "/metrics", "/v1/models", "/kv_event_sources")
+PROBED = ("/health", "/metrics", "/v1/models", "/kv_event_sources", "/is_sleeping")
 
 Handler = Callable[[Received, Connection], Awaitable[None]]
 

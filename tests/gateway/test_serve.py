@@ -42,7 +42,8 @@ async def app(scope, receive, send):
         await asyncio.sleep(60)
     await send({"type": "http.response.body", "body": str(scope["server"][1]).encode()})
 
-settings = load(None, {}, {"server.port": 0, "admin.port": int(sys.argv[1]), "timeouts.drain_s": 5})
+drain = {"timeouts.drain_s": 5, "timeouts.drain_delay_s": 0}
+settings = load(None, {}, {"server.port": 0, "admin.port": int(sys.argv[1]), **drain})
 configure_logging("debug")
 with listening(settings) as sockets:
     run(app, settings, sockets)

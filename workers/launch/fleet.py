@@ -23,8 +23,10 @@ from workers.launch.supervisor import ProcessFailed, Supervisor
 
 __all__ = ["LocalFleet", "up"]
 
-# Together under the 10 s a user is asked to wait at the end; the gateway lets running turns finish meanwhile.
-GATEWAY_GRACE_S, WORKER_GRACE_S, MASTER_GRACE_S = 4.0, 3.0, 2.0
+# Once the gateway, which ends first, has let running turns finish; without any, all ends in under 10 s.
+WORKER_GRACE_S, MASTER_GRACE_S = 3.0, 2.0
+# What the gateway takes besides waiting for turns.
+GATEWAY_END_S = 2.0
 
 
 def up(fleet: LocalFleet, *, say: Callable[[str], None], progress: Callable[[str], None]) -> int:
@@ -54,8 +56,23 @@ async def _up(fleet: LocalFleet, say: Callable[[str], None], progress: Callable[
         finally:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-            await supervisor.stop()
+            await _stop(supervisor, fleet, progress)
     return 0
+
+
+async def _stop(supervisor: Supervisor, fleet: LocalFleet, progress: Callable[[str], None]) -> None:
+    """Ends all in order; at once when a second signal comes while turns under way are waited for."""
+    ended = asyncio.create_task(supervisor.stop())
+    again = asyncio.create_task(interrupted())
+    await asyncio.wait({ended, again}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+    if not ended.done() and not again.done():
+        progress(f"turns under way have {fleet.drain_s:g} s to end; another signal ends everything at once")
+        await asyncio.wait({ended, again}, return_when=asyncio.FIRST_COMPLETED)
+    if not ended.done():
+        ended.cancel()
+        await asyncio.gather(ended, return_exceptions=True)
+        await supervisor.stop(at_once=True)
+    again.cancel()
 
 
 async def _start(
@@ -77,7 +94,7 @@ async def _start(
     await supervisor.start(plan.workers(), grace_s=WORKER_GRACE_S, together=fleet.engine == "sim")
     progress(f"starting the gateway on {fleet.url}")
     token = fleet.admin_token or secrets.token_urlsafe(24)
-    await supervisor.start([plan.gateway(token)], grace_s=GATEWAY_GRACE_S, restart=False)
+    await supervisor.start([plan.gateway(token)], grace_s=fleet.drain_s + GATEWAY_END_S, restart=False)
     return await _ready_line(fleet.url, model.name, token)
 
 

@@ -28,6 +28,7 @@ class LocalFleet:
     `model`: a directory or hub name, empty = a tiny one made here. `mooncake`: HOST:PORT of a master that
     runs already, "off" = no pool, None = an own master. `directory` takes logs, models and, while the fleet
     runs, sockets. `gateway` is the command that serves; host, port, workers and pool are added to it.
+    `drain_s`: what the gateway gives turns under way at the end.
     """
 
     engine: Literal["sim", "vllm"] = "sim"
@@ -42,6 +43,7 @@ class LocalFleet:
     gateway_args: tuple[str, ...] = ()
     worker_args: tuple[str, ...] = ()
     admin_token: str = ""
+    drain_s: float = 30.0
     blocks: int = 0
     vllm_python: Path = field(default_factory=lambda: Path(sys.prefix).parent / ".venv-vllm/bin/python")
 
@@ -111,6 +113,8 @@ class Plan:
             "MOONGATE_ADMIN__TOKEN": token,
             "MOONGATE_MOONCAKE__HTTP_PORT": str(self.pool_http_port),
             "MOONGATE_ROUTING__HEADERS": "debug",
+            "MOONGATE_TIMEOUTS__DRAIN_DELAY_S": "0",  # nobody balances load to it
+            "MOONGATE_TIMEOUTS__DRAIN_S": str(self.fleet.drain_s),
         }
         if self.pool is not None:
             segments = {_url(ports): f"127.0.0.1:{ports.segment}" for ports in self.worker_ports}

@@ -73,13 +73,16 @@ class Supervisor:
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
 
-    async def stop(self) -> None:
-        """Ends all groups, the last started first, the processes of a group together."""
+    async def stop(self, *, at_once: bool = False) -> None:
+        """Ends all groups, the last started first, the processes of a group together; by force if `at_once`.
+
+        Cancelled, it has ended some groups; call it again.
+        """
         for watch in self._watches:
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
         for group, grace_s in reversed(self._groups):
-            await asyncio.gather(*(process.stop(grace_s) for process in group))
+            await asyncio.gather(*(process.stop(0.0 if at_once else grace_s) for process in group))
         if self.failure.done() and not self.failure.cancelled():
             self.failure.exception()
 

@@ -18,10 +18,16 @@ from workers.launch.ports import free_ports
 
 # Serves 200 on every path; as a "vLLM python" it is called with --port=N, as a gateway with --port N.
 STAND_IN = """#!{python}
-import http.server, re, sys, time
+import http.server, os, re, signal, sys, time
 port = int(re.search(r"--port[= ](\\d+)", " ".join(sys.argv)).group(1))
 print("serving on", port, flush=True)
 if "--never-ready" in sys.argv: time.sleep(600)
+def end_slowly(*_):
+    print("ending", flush=True)
+    time.sleep(float(sys.argv[sys.argv.index("--ends-in") + 1]))
+    print("ended by itself", flush=True)
+    os._exit(0)
+if "--ends-in" in sys.argv: signal.signal(signal.SIGTERM, end_slowly)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(404 if self.path == "/ui" else 200)
@@ -35,9 +41,10 @@ UP = """
 import sys
 from pathlib import Path
 from workers.launch.fleet import LocalFleet, up
-directory, stand_in, port, *worker_args = sys.argv[1:]
+directory, stand_in, port, ends_in, drain_s, *worker_args = sys.argv[1:]
 fleet = LocalFleet(engine="vllm", port=int(port), directory=Path(directory), vllm_python=Path(stand_in),
-                   gateway=(stand_in,), worker_args=tuple(worker_args))
+                   gateway=(stand_in,), gateway_args=("--ends-in", ends_in) if ends_in else (),
+                   drain_s=float(drain_s), worker_args=tuple(worker_args))
 sys.exit(up(fleet, say=lambda line: print(line, flush=True), progress=lambda line: print(line, flush=True)))
 """
 
@@ -104,10 +111,13 @@ class Launch:
     stand_in: Path
     made: list[Running]
 
-    async def __call__(self, *worker_args: str, port: int = 0) -> Running:
+    async def __call__(
+        self, *worker_args: str, port: int = 0, ends_in: str = "", drain_s: float = 30
+    ) -> Running:
         port = port or next(free_ports(above=21_440))
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", UP, str(self.directory), str(self.stand_in), str(port), *worker_args),
+            *(sys.executable, "-c", UP, str(self.directory), str(self.stand_in), str(port)),
+            *(ends_in, str(drain_s), *worker_args),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
@@ -140,6 +150,27 @@ async def test_a_signal_ends_everything_and_leaves_only_the_logs(
     assert running.left_behind() == []
     logs = {path.name for path in (running.directory / "logs").glob("*/*")}
     assert logs == {"gateway.log", "mooncake-master.log", "worker-1.log", "worker-2.log"}
+
+
+async def test_turns_under_way_get_the_drain_time_that_the_gateway_promises(launch: Launch) -> None:
+    running = await launch(ends_in="2.5", drain_s=1)  # and 2 s for the gateway to end
+    await running.until("ready ")
+    running.process.terminate()
+    await running.until("turns under way have 1 s to end")
+    assert await running.ended() == 0
+    log = next((running.directory / "logs").glob("*/gateway.log")).read_text("utf-8")
+    assert "ended by itself" in log
+    assert running.left_behind() == []
+
+
+async def test_a_second_signal_does_not_wait_for_turns(launch: Launch) -> None:
+    running = await launch(ends_in="60")
+    await running.until("ready ")
+    running.process.send_signal(signal.SIGINT)
+    await running.until("another signal ends everything at once")
+    running.process.send_signal(signal.SIGINT)
+    assert await running.ended() == 0
+    assert running.left_behind() == []
 
 
 async def test_the_ready_line_says_where_and_ends_with_a_curl_that_works(launch: Launch) -> None:
@@ -207,6 +238,7 @@ async def test_an_interrupted_make_ends_the_fleet_too(launch: Launch, tmp_path: 
         str(launch.directory),
         str(launch.stand_in),
         str(port),
+        *("", "30"),
     ]
     (tmp_path / "Makefile").write_text(f"up:\n\t@exec setpriv --pdeathsig TERM {shlex.join(command)}\n")
     make = await asyncio.create_subprocess_exec(
