@@ -82,10 +82,10 @@ def _step(
 def _answer(answer: httpx.Response) -> tuple[Any, Any]:
     """Usage, and the fields of the answer (of a stream: of every kind of chunk) with types for values."""
     text = answer.text
-    if text.startswith("data: "):
-        lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    if text.startswith(("data: ", "event: ")):
+        lines = [line.partition("data: ")[2] for line in text.split("\n\n") if line]
         chunks = [msgspec.json.decode(line) for line in lines if line != "[DONE]"]
-        usage = next((chunk["usage"] for chunk in chunks if chunk.get("usage")), None)
+        usage = next((found for chunk in reversed(chunks) if (found := _usage(chunk))), None)
         shapes: list[Any] = []
         for chunk in chunks:
             if (shape := shape_of(chunk)) not in shapes:
@@ -96,6 +96,11 @@ def _answer(answer: httpx.Response) -> tuple[Any, Any]:
     except msgspec.DecodeError:
         return None, text
     return content.get("usage") if isinstance(content, dict) else None, shape_of(content)
+
+
+def _usage(chunk: dict[str, Any]) -> Any:
+    """Of a chunk of any API; /v1/responses has it in the response that an event carries."""
+    return chunk.get("usage") or (chunk.get("response") or {}).get("usage")
 
 
 def shape_of(value: Any) -> Any:

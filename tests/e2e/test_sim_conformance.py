@@ -61,6 +61,20 @@ def chat(text: str, **more: Any) -> tuple[str, Any]:
 
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+def response(text: str, **more: Any) -> tuple[str, Any]:
+    items = [{"role": "user", "content": text}]
+    body = {"model": "tiny", "instructions": "Be brief. " * 30, "input": items, "max_output_tokens": 6}
+    return "/v1/responses", {**body, "temperature": 0, **more}
+
+
+def message(text: str, **more: Any) -> tuple[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    body = {"model": "tiny", "system": "Be brief. " * 30, "messages": messages, "max_tokens": 6}
+    return "/v1/messages", {**body, "temperature": 0, **more}
+
+
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 REQUESTS: list[tuple[str, str, Any]] = [
     ("cold", *completion(PROMPTS["short"])),
@@ -87,6 +101,17 @@ REQUESTS: list[tuple[str, str, Any]] = [
     ("chat stream without usage", *chat("What is a chain?", stream=True)),
     ("chat with tools", *chat("Look!", tools=TOOLS, tool_choice="none")),
     ("forwarded ids", *chat("-", kv_transfer_params={"prompt_token_ids": PROMPTS["short"]})),
+    ("response", *response("What is a pool?")),
+    ("response again", *response("What is a pool?")),
+    ("response stream", *response("What is a lease?", stream=True)),
+    ("message", *message("What is a turn?")),
+    ("message again", *message("What is a turn?")),
+    ("message stream", *message("What is a worker?", stream=True)),
+    (
+        "count tokens",
+        "/v1/messages/count_tokens",
+        {"model": "tiny", "messages": [{"role": "user", "content": "Hm."}]},
+    ),
     ("tokenize", "/tokenize", {"model": "tiny", "prompt": "some words"}),
     ("tokenize chat", "/tokenize", {**chat("Hm.")[1], "return_token_strs": True}),
     ("detokenize", "/detokenize", {"model": "tiny", "tokens": [300, 301]}),
@@ -102,6 +127,12 @@ REQUESTS: list[tuple[str, str, Any]] = [
     ("bad salt", *completion([1], cache_salt="a@b")),
     ("no prompt", "/v1/completions", {"model": "tiny"}),
     ("no messages", "/v1/chat/completions", {"model": "tiny"}),
+    ("no input", "/v1/responses", {"model": "tiny"}),
+    ("unknown response", "/v1/responses/resp_0", None),
+    ("goes on from no response", *response("And?", previous_response_id="resp_0")),
+    ("no limit", "/v1/messages", {"model": "tiny", "messages": []}),
+    ("message for an unknown model", *message("Hm.", model="no")),
+    ("message that asks for too much", *message("Hm.", max_tokens=MODEL_LEN + 1)),
     ("bad ids", *chat("-", kv_transfer_params={"prompt_token_ids": []})),
     ("unknown path", "/nothing", None),
 ]

@@ -1,15 +1,16 @@
-"""vLLM's response bodies, field by field in its order."""
+"""vLLM's response bodies for chat and text completions, field by field in its order."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Sequence
-from typing import Any, Final, Literal, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Literal
 
 import msgspec
 
 from workers.sim.bodies import Body
+from workers.sim.calls import CallDelta, ToolCall, forced_call
+from workers.sim.forms import Choice, Counts, added_text, span
+from workers.sim.vocabulary import Answer
 
 Api = Literal["chat", "completions"]
 FINGERPRINT: Final = "vllm-0.32.0-sim"
@@ -23,11 +24,13 @@ def event(value: object) -> bytes:
 
 
 class Answers:
-    """The answers to one request. `prompt_tokens` is the sum over its prompts."""
+    """The answers to one request to /v1/chat/completions or /v1/completions."""
 
     def __init__(self, api: Api, body: Body, model: str, identity: str, created: int) -> None:
         self._api: Final = api
         self._body: Final = body
+        self.call: Final[ToolCall | None] = forced_call(body, identity) if api == "chat" else None
+        self._opened: Final[set[int]] = set()
         self._base: Final = {
             "id": f"{'chatcmpl' if api == 'chat' else 'cmpl'}-{identity}",
             "object": "chat.completion" if api == "chat" else "text_completion",
@@ -39,51 +42,67 @@ class Answers:
             "object": "chat.completion.chunk" if api == "chat" else "text_completion",
         }
 
-    def whole(self, choices: Sequence[dict[str, Any]], usage: dict[str, Any]) -> bytes:
-        """The response that is not streamed."""
+    def whole(self, choices: Sequence[Choice], counts: Counts) -> bytes:
         answer: dict[str, Any] = {
             **self._base,
-            "choices": choices,
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
             "service_tier": None,
             "system_fingerprint": FINGERPRINT,
-            "usage": {**usage, "completion_tokens_details": None},
+            "usage": {**self._usage(counts), "completion_tokens_details": None},
         }
         if self._api == "chat":
             answer |= {"prompt_logprobs": None, "prompt_token_ids": None, "prompt_text": None}
         return _encode({**answer, "kv_transfer_params": None, "ec_transfer_params": None, "metrics": None})
 
-    def text_choice(
-        self,
-        index: int,
-        text: str,
-        finish: str,
-        ids: Sequence[int],
-        prompt_logprobs: Sequence[dict[str, Any] | None] | None,
-    ) -> dict[str, Any]:
+    def begin(self, counts: Counts) -> Iterator[bytes]:
+        yield from ()
+
+    def piece(self, index: int, answer: Answer, start: int, end: int, counts: Counts) -> Iterator[bytes]:
+        if self._api == "chat" and index not in self._opened:
+            self._opened.add(index)
+            yield self._opening(index)
+        finish = answer.finish if end == len(answer.ids) else None
+        delta: str | dict[str, Any] | None = added_text(answer, start, end)
+        if self.call is not None:
+            added = self.call.delta(*span(answer, start, end))
+            delta = None if added is None else _tool_delta(self.call, added)
+        if delta is None and finish is None:
+            return
+        options = self._body.stream_options
+        usage = self._usage(counts) if options is not None and options.continuous_usage_stats else None
+        yield self._chunk(index, delta or "", finish, answer.ids[start:end], usage)
+
+    def close(self, counts: Counts) -> Iterator[bytes]:
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            last: dict[str, Any] = {
+                "choices": [],
+                "usage": self._usage(counts),
+                "system_fingerprint": FINGERPRINT,
+            }
+            yield event({**self._chunk_base, **last})
+        yield DONE
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        answer = choice.answer
+        called = self.call if answer.finish == "tool_calls" else None
         end = {
             "logprobs": None,
-            "finish_reason": finish,
+            "finish_reason": answer.finish,
             "stop_reason": None,
-            "token_ids": list(ids) if self._body.return_token_ids else None,
+            "token_ids": list(answer.ids) if self._body.return_token_ids else None,
         }
         if self._api == "chat":
-            return {"index": index, "message": _message(text), **end, "routed_experts": None}
-        more = {"prompt_logprobs": prompt_logprobs, "prompt_token_ids": None, "routed_experts": None}
-        return {"index": index, "text": text, **end, **more}
-
-    def tool_choice(self, index: int, call: ToolCall, ids: Sequence[int]) -> dict[str, Any]:
-        message = {**_message(None), "tool_calls": [call.whole()]}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": None,
-            "finish_reason": "tool_calls",
-            "stop_reason": None,
-            "token_ids": list(ids) if self._body.return_token_ids else None,
+            message = _message(choice.text) if called is None else _calling(called)
+            return {"index": index, "message": message, **end, "routed_experts": None}
+        more = {
+            "prompt_logprobs": choice.prompt_logprobs,
+            "prompt_token_ids": None,
             "routed_experts": None,
         }
+        return {"index": index, "text": choice.text, **end, **more}
 
-    def opening(self, index: int) -> bytes:
+    def _opening(self, index: int) -> bytes:
         """The chunk with the role, before a chat answer's first text."""
         choice = {
             "index": index,
@@ -93,7 +112,7 @@ class Answers:
         }
         return event({**self._chunk_base, "choices": [choice], "prompt_token_ids": None, "prompt_text": None})
 
-    def chunk(
+    def _chunk(
         self,
         index: int,
         delta: str | dict[str, Any],
@@ -128,97 +147,20 @@ class Answers:
             answer["system_fingerprint"] = FINGERPRINT
         return event(answer)
 
-    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
-        return event({**self._chunk_base, "choices": [], "usage": usage, "system_fingerprint": FINGERPRINT})
-
-    def usage(self, prompt: int, output: int, cached: int | None, created: int | None) -> dict[str, Any]:
-        """`cached` is of one of the prompts; `created`: tokens of blocks that were newly cached."""
-        details: dict[str, Any] = {"cached_tokens": cached or 0}
+    def _usage(self, counts: Counts) -> dict[str, Any]:
+        details: dict[str, Any] = {"cached_tokens": counts.cached}
         if self._api == "chat":
-            details["created_cache_tokens"] = created
+            details["created_cache_tokens"] = counts.created
         elif not self._body.stream:
             details["created_cache_tokens"] = None
         if not self._body.stream:
             details["multimodal_tokens"] = None
         return {
-            "prompt_tokens": prompt,
-            "total_tokens": prompt + output,
-            "completion_tokens": output,
+            "prompt_tokens": counts.prompt,
+            "total_tokens": counts.prompt + counts.output,
+            "completion_tokens": counts.output,
             "prompt_tokens_details": details,
         }
-
-
-class ToolCall:
-    """A call that a model forced to call would have made, in the words of hermes' format."""
-
-    def __init__(self, name: str, arguments: dict[str, Any], identity: str) -> None:
-        self.name: Final = name
-        self.arguments: Final = json.dumps(arguments, ensure_ascii=False)
-        head = f'<tool_call>\n{{"name": {_encode(name).decode()}, "arguments": '
-        self.text: Final = f"{head}{self.arguments}}}\n</tool_call>"
-        self._span: Final = (len(head), len(head) + len(self.arguments))
-        digest = hashlib.sha256(f"{identity}{self.text}".encode()).hexdigest()[:16]
-        self._id: Final = f"chatcmpl-tool-{digest}"
-
-    def whole(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"id": self._id, "type": "function", "function": function}
-
-    def delta(self, start: int, end: int) -> dict[str, Any] | None:
-        """What characters `start` to `end - 1` of the text add to the call, None when nothing."""
-        first, last = self._span
-        calls: dict[str, Any] = {"index": 0}
-        if start < first <= end:
-            calls = {"id": self._id, "type": "function", "index": 0, "function": {"name": self.name}}
-        if part := self.text[max(start, first) : min(end, last)]:
-            calls.setdefault("function", {})["arguments"] = part
-        return {"content": None, "tool_calls": [calls]} if "function" in calls else None
-
-
-def forced_call(body: Body, identity: str) -> ToolCall | None:
-    """The call of a request that demands one: with the first tool or the named one, and plain arguments."""
-    name: object = None
-    if isinstance(body.tool_choice, dict):
-        name = _function(cast("dict[str, Any]", body.tool_choice)).get("name")
-    elif body.tool_choice != "required":
-        return None
-    for tool in body.tools or ():
-        function = _function(tool)
-        if name in (None, function.get("name")):
-            return ToolCall(str(function.get("name")), _arguments(function.get("parameters") or {}), identity)
-    return None
-
-
-def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    return tool.get("function") or {}
-
-
-def _arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """Values that fit the schema's required properties."""
-    properties: dict[str, Any] = schema.get("properties") or {}
-    return {name: _value(name, properties.get(name) or {}) for name in schema.get("required") or properties}
-
-
-def _value(name: str, schema: dict[str, Any]) -> Any:
-    if schema.get("enum"):
-        return schema["enum"][0]
-    if "const" in schema:
-        return schema["const"]
-    match schema.get("type"):
-        case "integer":
-            return int(schema.get("minimum", 1))
-        case "number":
-            return float(schema.get("minimum", 1.0))
-        case "boolean":
-            return True
-        case "array":
-            return []
-        case "object":
-            return _arguments(schema)
-        case "null":
-            return None
-        case _:
-            return name
 
 
 def _message(content: str | None) -> dict[str, Any]:
@@ -231,3 +173,17 @@ def _message(content: str | None) -> dict[str, Any]:
         "function_call": None,
         "reasoning": None,
     }
+
+
+def _calling(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {**_message(None), "tool_calls": [{"id": call.id, "type": "function", "function": function}]}
+
+
+def _tool_delta(call: ToolCall, added: CallDelta) -> dict[str, Any]:
+    calls: dict[str, Any] = {"index": 0}
+    if added.begins:
+        calls = {"id": call.id, "type": "function", "index": 0, "function": {"name": call.name}}
+    if added.arguments:
+        calls.setdefault("function", {})["arguments"] = added.arguments
+    return {"content": None, "tool_calls": [calls]}

@@ -17,14 +17,13 @@ _PLACE: Final = re.compile(r"(?:field |at `\$\.|at )`?(\w[^`]*)`$")
 class Refused(Exception):
     """An answer in vLLM's error shape."""
 
-    def __init__(self, message: str, *, param: str | None = None, kind: str = "BadRequestError") -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, kind: str = "BadRequestError", status: int = 0
+    ) -> None:
         super().__init__(message)
         self.param: Final = param
         self.kind: Final = kind
-
-    @property
-    def status(self) -> int:
-        return {"NotFoundError": 404, "ForbiddenError": 403}.get(self.kind, 400)
+        self.status: Final = status or {"NotFoundError": 404, "ForbiddenError": 403}.get(kind, 400)
 
     def body(self) -> bytes:
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.status}

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from store.hashing import HashScheme
 from store.prompt.request import Prompt
-from workers.sim.answers import DONE, Answers, Api, ToolCall, forced_call
 from workers.sim.bodies import Body, Refused
+from workers.sim.calls import ToolCall
 from workers.sim.engine import Limits, Rates
 from workers.sim.exchange import Exchange, Gone
+from workers.sim.forms import Choice, Counts, Form
 from workers.sim.kv_publisher import KvPublisher
 from workers.sim.live import Asked, LiveEngine, Pool, PullRates, Stream
 from workers.sim.pages import Page
+from workers.sim.responses import Response, ResponseStore
 from workers.sim.vocabulary import Answer, Vocabulary
 
 
@@ -55,6 +56,7 @@ class Life:
         self._spec: Final = spec
         self._vocabulary: Final = vocabulary
         self._opened: Final[dict[Stream, float]] = {}
+        self.responses: Final = ResponseStore()
         self.publisher: Final = KvPublisher(spec.host, spec.events_port, spec.replay_port)
         self.live: Final = LiveEngine(
             Limits(spec.blocks - 1, spec.scheme.block_size, spec.max_seqs, spec.step_tokens),
@@ -80,29 +82,51 @@ class Life:
 
     def close(self) -> None:
         """All turns are lost, the event ports are free."""
+        self.responses.close()
         self.live.close()
         self.publisher.close()
 
-    async def generate(self, exchange: Exchange, api: Api, request: Body, prompts: Sequence[Prompt]) -> None:
+    async def generate(
+        self, exchange: Exchange, form: Form, request: Body, prompts: Sequence[Prompt]
+    ) -> None:
         """Answers a request: one turn for each prompt and choice. Raises Refused, Gone."""
-        identity = exchange.header(b"x-request-id") or request.request_id or uuid.uuid4().hex
-        answers = Answers(api, request, self._spec.names[0], identity, int(time.time()))
-        call = forced_call(request, identity) if api == "chat" else None
+        session = request.session_id or exchange.header(b"x-session-id")
         streams: list[Stream] = []
         try:
             for prompt in prompts:
                 for choice in range(request.n or 1):
-                    asked = self._asked(exchange, request, prompt, choice, call)
+                    asked = self._asked(session, request, prompt, choice, form.call)
                     streams.append(await self._submit(asked, exchange.changed))
+            changes = _changes(exchange.changed, lambda: exchange.left, streams)
             if request.stream:
-                await self._stream(exchange, request, answers, streams, call)
+                await self._stream(exchange, changes, request, form, streams)
             else:
-                await self._whole(exchange, request, answers, streams, call)
+                async for _ in changes:
+                    pass
+                await exchange.answer(200, self._whole(request, form, streams))
         finally:
-            for stream in streams:
-                if self._opened.pop(stream, None) is not None:
-                    self.page.request_ended("abort", 0.0)
-                self.live.cancel(stream)
+            self._forget(streams)
+
+    async def work_on(self, response: Response, request: Body, prompt: Prompt, session: str | None) -> None:
+        """A response in the background, with nobody waiting for it."""
+        changed = asyncio.Event()
+        stream: Stream | None = None
+        response.result = response.result | {"status": "in_progress"}
+        try:
+            stream = await self._submit(self._asked(session, request, prompt, 0, response.call), changed)
+            async for _ in _changes(changed, lambda: False, [stream]):
+                pass
+            self._whole(request, response, [stream])
+        except (Refused, Gone):
+            response.result = response.result | {"status": "failed"}
+        finally:
+            self._forget([] if stream is None else [stream])
+
+    def _forget(self, streams: Sequence[Stream]) -> None:
+        for stream in streams:
+            if self._opened.pop(stream, None) is not None:
+                self.page.request_ended("abort", 0.0)
+            self.live.cancel(stream)
 
     async def _submit(self, asked: Asked, changed: asyncio.Event) -> Stream:
         try:
@@ -113,7 +137,7 @@ class Life:
         return stream
 
     def _asked(
-        self, exchange: Exchange, request: Body, prompt: Prompt, choice: int, call: ToolCall | None
+        self, session: str | None, request: Body, prompt: Prompt, choice: int, call: ToolCall | None
     ) -> Asked:
         spec = self._spec
         most = request.max_completion_tokens or request.max_tokens
@@ -131,7 +155,7 @@ class Life:
             prompt.chain,
             self._answer(request, prompt, choice, call, most or room, limited=most is not None),
             request.cache_salt,
-            request.session_id or exchange.header(b"x-session-id") or xargs.get("session_id"),
+            session or xargs.get("session_id"),
             report_all=xargs.get("kv_cache_report_mode") == "full",
             reads=request.prompt_logprobs is None,
         )
@@ -152,92 +176,52 @@ class Life:
             tokens, finish = max(natural, min(request.min_tokens, most)), "stop"
         return self._vocabulary.answer(seed, tokens, finish).until(request.stops)
 
-    async def _whole(
-        self,
-        exchange: Exchange,
-        request: Body,
-        answers: Answers,
-        streams: Sequence[Stream],
-        call: ToolCall | None,
-    ) -> None:
-        async for _ in self._changes(exchange, streams):
-            pass
-        choices: list[dict[str, Any]] = []
-        for index, stream in enumerate(streams):
+    def _whole(self, request: Body, form: Form, streams: Sequence[Stream]) -> bytes:
+        choices: list[Choice] = []
+        for stream in streams:
             answer = stream.asked.answer
-            if call is not None and answer.finish == "tool_calls":
-                choices.append(answers.tool_choice(index, call, answer.ids))
-                continue
             text = "".join(answer.pieces)
             prompt: list[int] = stream.asked.tokens[: stream.turn.prompt_tokens].tolist()
             if request.echo:
                 text = self._vocabulary.decode(prompt) + text
             logprobs = None if request.prompt_logprobs is None else self._vocabulary.certain(prompt)
-            choices.append(answers.text_choice(index, text, answer.finish, answer.ids, logprobs))
-        await exchange.answer(200, answers.whole(choices, self._usage(request, answers, streams)))
+            choices.append(Choice(answer, text, logprobs))
+        return form.whole(choices, self._counts(request, streams))
 
     async def _stream(
         self,
         exchange: Exchange,
+        changes: AsyncIterator[None],
         request: Body,
-        answers: Answers,
+        form: Form,
         streams: Sequence[Stream],
-        call: ToolCall | None,
     ) -> None:
-        options = request.stream_options
         await exchange.open_stream()
         written = [0] * len(streams)
-        opened: set[int] = set()
-        async for _ in self._changes(exchange, streams):
+        for part in form.begin(self._counts(request, streams, produced=0)):
+            await exchange.write(part)
+        async for _ in changes:
             for index, stream in enumerate(streams):
                 start, end = written[index], stream.produced
                 if start == end:
                     continue
                 written[index] = end
-                if exchange.path.startswith("/v1/chat") and index not in opened:
-                    opened.add(index)
-                    await exchange.write(answers.opening(index))
-                answer = stream.asked.answer
-                finish = answer.finish if end == len(answer.ids) else None
-                delta = _delta(answer, start, end, call)
-                if delta is None and finish is None:
-                    continue
-                usage = None
-                if options is not None and options.continuous_usage_stats:
-                    usage = self._usage(request, answers, [stream], produced=end)
-                ids = answer.ids[start:end]
-                await exchange.write(answers.chunk(index, delta or "", finish, ids, usage))
-        if options is not None and options.include_usage:
-            await exchange.write(answers.usage_chunk(self._usage(request, answers, streams)))
-        await exchange.write(DONE)
+                counts = self._counts(request, [stream], produced=end)
+                for part in form.piece(index, stream.asked.answer, start, end, counts):
+                    await exchange.write(part)
+        for part in form.close(self._counts(request, streams)):
+            await exchange.write(part)
         await exchange.close_stream()
 
-    async def _changes(self, exchange: Exchange, streams: Sequence[Stream]) -> AsyncIterator[None]:
-        """Once for every change until all streams have ended. Raises Gone."""
-        while True:
-            exchange.changed.clear()
-            done = all(stream.done for stream in streams)
-            yield
-            if done:
-                return
-            if any(stream.lost for stream in streams):
-                raise Gone("fault")
-            await exchange.changed.wait()
-            if exchange.left:
-                raise Gone("gone")
-
-    def _usage(
-        self, request: Body, answers: Answers, streams: Sequence[Stream], *, produced: int | None = None
-    ) -> dict[str, Any]:
-        """Prompts once for all their choices, as vLLM counts; cached tokens of the last prompt only."""
+    def _counts(self, request: Body, streams: Sequence[Stream], *, produced: int | None = None) -> Counts:
+        """Prompts once for all their choices, as vLLM counts."""
         choices = request.n or 1
         turns = [stream.turn for stream in streams]
         prompt = sum(turn.prompt_tokens for turn in turns[::choices])
         output = sum(len(stream.asked.answer.ids) for stream in streams) if produced is None else produced
         last = turns[-1]
-        size = self._spec.scheme.block_size
-        created = last.prompt_tokens // size * size - last.cached_tokens
-        return answers.usage(prompt, output, last.cached_tokens, max(0, created))
+        cached, size = last.cached_tokens, self._spec.scheme.block_size
+        return Counts(prompt, output, cached, max(0, last.prompt_tokens // size * size - cached))
 
     def started(self, stream: Stream) -> None:
         if (opened := self._opened.get(stream)) is not None:
@@ -249,10 +233,18 @@ class Life:
             self.page.request_ended(stream.asked.answer.finish, time.monotonic() - opened)
 
 
-def _delta(answer: Answer, start: int, end: int, call: ToolCall | None) -> str | dict[str, Any] | None:
-    """What tokens `start` to `end - 1` add; None when that is nothing a client sees."""
-    text = "".join(answer.pieces[start:end])
-    if call is None:
-        return text
-    before = sum(map(len, answer.pieces[:start]))
-    return call.delta(before, before + len(text))
+async def _changes(
+    changed: asyncio.Event, left: Callable[[], bool], streams: Sequence[Stream]
+) -> AsyncIterator[None]:
+    """Once for every change until all streams have ended. Raises Gone."""
+    while True:
+        changed.clear()
+        done = all(stream.done for stream in streams)
+        yield
+        if done:
+            return
+        if any(stream.lost for stream in streams):
+            raise Gone("fault")
+        await changed.wait()
+        if left():
+            raise Gone("gone")

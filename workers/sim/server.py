@@ -1,28 +1,22 @@
-"""The simulated worker as an ASGI application: vLLM's endpoints around the engine model, and fault switches.
-
-A request: body → prompt (the model's own tokenizer and template) → one turn per prompt and choice in the
-engine → tokens as the engine produces them.
-"""
+"""The simulated worker as an ASGI application: its life and endpoints, its ports, and fault switches."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, Literal
+from typing import Final
 
 import msgspec
 
 from store.prompt.local import LocalPrompts
-from store.prompt.request import ChatPrompt, Prompt, PromptRequest, TextPrompt, TokensPrompt, Unrenderable
-from workers.sim import bodies
-from workers.sim.bodies import Body, Refused
+from store.prompt.request import Unrenderable
+from workers.sim import messages
+from workers.sim.bodies import Refused
+from workers.sim.endpoints import Endpoints
 from workers.sim.exchange import Exchange, Gone, Message, Receive, Send
 from workers.sim.faults import Faults, Ledger, Refuse, Restart
-from workers.sim.kv_publisher import BUFFER_STEPS, HIGH_WATER
 from workers.sim.life import Life, Spec
 from workers.sim.listener import Listener
 from workers.sim.live import Pool
@@ -30,8 +24,6 @@ from workers.sim.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 _encode: Final = msgspec.json.encode
-# Prompts of fewer characters are made on the loop: a thread's two switches cost more than 2 ms of CPU.
-_SMALL: Final = 20_000
 
 
 class Worker:
@@ -50,27 +42,11 @@ class Worker:
         self._control: Final = Listener(self, spec.host, spec.control_port) if spec.control_port else None
         self._switching: asyncio.Task[None] | None = None
         self._life: Life
-        self._routes: Final[dict[str, tuple[str, Callable[[Exchange, bytes], Awaitable[None]]]]] = {
-            "/v1/chat/completions": ("POST", self._chat),
-            "/v1/completions": ("POST", self._completions),
-            "/v1/chat/completions/render": ("POST", self._render_chat),
-            "/v1/completions/render": ("POST", self._render_completions),
-            "/v1/models": ("GET", self._models),
-            "/tokenize": ("POST", self._tokenize),
-            "/detokenize": ("POST", self._detokenize),
-            "/kv_event_sources": ("GET", self._event_sources),
-            "/metrics": ("GET", self._metrics),
-            "/load": ("GET", self._load),
-            "/health": ("GET", self._nothing),
-            "/ping": ("GET", self._nothing),
-            "/version": ("GET", self._version),
-            "/is_sleeping": ("GET", self._is_sleeping),
-            "/reset_prefix_cache": ("POST", self._reset_prefix_cache),
-        }
+        self._endpoints: Endpoints
 
     async def start(self) -> None:
         """Raises OSError or zmq.ZMQError when a port is taken."""
-        self._life = Life(self._spec, self._vocabulary, self._pool, self._pool_thread)
+        self._begin_life()
         if self._control is not None:
             await self._control.open()
         await self._listener.open()
@@ -85,6 +61,12 @@ class Worker:
         self._life.close()
         self._pool_thread.shutdown(wait=False, cancel_futures=True)
         self._prompt_thread.shutdown(wait=False, cancel_futures=True)
+
+    def _begin_life(self) -> None:
+        self._life = Life(self._spec, self._vocabulary, self._pool, self._pool_thread)
+        self._endpoints = Endpoints(
+            self._spec, self._prompts, self._vocabulary, self._life, self._prompt_thread
+        )
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,27 +86,26 @@ class Worker:
             exchange.close()
 
     async def _serve(self, exchange: Exchange, body: bytes) -> None:
-        method, handler = self._routes.get(exchange.path, ("", self._nothing))
+        served = self._endpoints.at(exchange.path)
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in exchange.headers]
         seen = exchange.seen = self._ledger.begin(time.time(), exchange.method, exchange.path, headers, body)
         how = "fault"
         try:
             if await exchange.meet_faults():
                 return
-            if not method:
+            if not served:
                 await exchange.answer(404, b'{"detail":"Not Found"}')
-            elif method != exchange.method:
-                await exchange.answer(
-                    405, b'{"detail":"Method Not Allowed"}', more=[(b"allow", method.encode())]
-                )
+            elif exchange.method not in served:
+                allowed = ", ".join(served).encode()
+                await exchange.answer(405, b'{"detail":"Method Not Allowed"}', more=[(b"allow", allowed)])
             else:
-                await handler(exchange, body)
+                await served[exchange.method](exchange, body)
             how = "done"
         except Refused as refused:
-            await exchange.answer(refused.status, refused.body())
+            await self._object(exchange, refused)
             how = "done"
         except Unrenderable as wrong:
-            await exchange.answer(400, Refused(str(wrong)).body())
+            await self._object(exchange, Refused(str(wrong)))
             how = "done"
         except Gone as gone:
             how = gone.how
@@ -139,180 +120,10 @@ class Worker:
         finally:
             self._ledger.end(seen, how)
 
-    # Generation
-
-    async def _chat(self, exchange: Exchange, body: bytes) -> None:
-        request = bodies.decoded(body, Body)
-        chat = bodies.decoded(body, ChatPrompt)
-        bodies.check(request, self._spec.names, self._spec.max_model_len)
-        ids = bodies.forwarded_ids(request, self._vocabulary.size)
-        asked: PromptRequest = chat if ids is None else TokensPrompt(ids=ids, cache_salt=request.cache_salt)
-        await self._life.generate(exchange, "chat", request, [await self._prompt(asked)])
-
-    async def _completions(self, exchange: Exchange, body: bytes) -> None:
-        request = bodies.decoded(body, Body)
-        prompts = await self._text_prompts(request, body)
-        await self._life.generate(exchange, "completions", request, prompts)
-
-    async def _text_prompts(self, request: Body, body: bytes) -> list[Prompt]:
-        given = bodies.prompts_of(body)
-        bodies.check(request, self._spec.names, self._spec.max_model_len)
-        shape = bodies.decoded(body, _TextShape)
-        prompts: list[Prompt] = []
-        for each in given:
-            asked: TextPrompt | TokensPrompt
-            if isinstance(each, str):
-                asked = TextPrompt(text=each, add_special_tokens=shape.add_special_tokens)
-            elif max(each, default=0) >= self._vocabulary.size or min(each, default=0) < 0:
-                raise Refused(f"Token id {max(each)} is out of vocabulary")
-            else:
-                asked = TokensPrompt(ids=each)
-            asked.truncate_prompt_tokens = shape.truncate_prompt_tokens
-            asked.truncation_side = shape.truncation_side
-            asked.cache_salt = request.cache_salt
-            prompts.append(await self._prompt(asked))
-        return prompts
-
-    async def _prompt(self, request: PromptRequest) -> Prompt:
-        """Raises Unrenderable."""
-        plan = self._prompts.plan(request, self._spec.scheme)
-        if plan.missing < _SMALL:
-            return self._prompts.finish(plan)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._prompt_thread, self._prompts.finish, plan)
-
-    # Everything else vLLM serves
-
-    async def _render_chat(self, exchange: Exchange, body: bytes) -> None:
-        request = bodies.decoded(body, Body)
-        chat = bodies.decoded(body, ChatPrompt)
-        bodies.check(request, self._spec.names, self._spec.max_model_len)
-        self._require_render()
-        ids = bodies.forwarded_ids(request, self._vocabulary.size)
-        prompt = await self._prompt(chat if ids is None else TokensPrompt(ids=ids))
-        await exchange.answer(200, _encode(self._rendered(exchange, "chatcmpl", request, prompt)))
-
-    async def _render_completions(self, exchange: Exchange, body: bytes) -> None:
-        request = bodies.decoded(body, Body)
-        self._require_render()
-        prompts = await self._text_prompts(request, body)
-        rendered = [self._rendered(exchange, "cmpl", request, prompt) for prompt in prompts]
-        await exchange.answer(200, _encode(rendered))
-
-    def _require_render(self) -> None:
-        if not self._spec.renders:
-            raise Refused("This endpoint needs --enable-scale-out.", kind="ForbiddenError")
-
-    def _rendered(self, exchange: Exchange, prefix: str, request: Body, prompt: Prompt) -> dict[str, Any]:
-        identity = exchange.header(b"x-request-id") or request.request_id or uuid.uuid4().hex
-        most = request.max_completion_tokens or request.max_tokens
-        room = self._spec.max_model_len - len(prompt.tokens)
-        return {
-            "request_id": f"{prefix}-{identity}",
-            "token_ids": prompt.tokens.tolist(),
-            "token_offsets": None,
-            "features": None,
-            "content_parts": None,
-            "sampling_params": {"temperature": request.temperature or 1.0, "max_tokens": most or room},
-            "model": self._spec.names[0],
-            "reasoning_ended": None,
-            "reasoning_parser_kwargs": None,
-            "return_token_ids": None,
-            "output_mode": "tokens",
-            "stream": bool(request.stream),
-            "stream_options": None,
-            "cache_salt": request.cache_salt,
-            "priority": 0,
-            "kv_transfer_params": None,
-            "ec_transfer_params": None,
-        }
-
-    async def _tokenize(self, exchange: Exchange, body: bytes) -> None:
-        request = bodies.decoded(body, bodies.TokenizeBody)
-        asked: PromptRequest
-        if request.messages is not None:
-            asked = bodies.decoded(body, ChatPrompt)
-        elif request.prompt is not None:
-            special = request.add_special_tokens is not False
-            asked = TextPrompt(text=request.prompt, add_special_tokens=special)
-        else:
-            raise Refused("prompt or messages is required", param="prompt")
-        bodies.check(Body(model=request.model), self._spec.names, self._spec.max_model_len)
-        ids = (await self._prompt(asked)).tokens.tolist()
-        answer = {
-            "count": len(ids),
-            "max_model_len": self._spec.max_model_len,
-            "tokens": ids,
-            "token_strs": self._vocabulary.strings(ids) if request.return_token_strs else None,
-        }
-        await exchange.answer(200, _encode(answer))
-
-    async def _detokenize(self, exchange: Exchange, body: bytes) -> None:
-        ids = bodies.decoded(body, bodies.DetokenizeBody).tokens
-        await exchange.answer(200, _encode({"prompt": self._vocabulary.decode(ids)}))
-
-    async def _models(self, exchange: Exchange, _body: bytes) -> None:
-        created = int(time.time())
-        permission = {
-            "id": f"modelperm-{uuid.uuid4().hex[:16]}",
-            "object": "model_permission",
-            "created": created,
-            "allow_create_engine": False,
-            "allow_sampling": True,
-            "allow_logprobs": True,
-            "allow_search_indices": False,
-            "allow_view": True,
-            "allow_fine_tuning": False,
-            "organization": "*",
-            "group": None,
-            "is_blocking": False,
-        }
-        cards = [
-            {
-                "id": name,
-                "object": "model",
-                "created": created,
-                "owned_by": "vllm",
-                "root": str(self._spec.model),
-                "parent": None,
-                "max_model_len": self._spec.max_model_len,
-                "permission": [permission],
-            }
-            for name in self._spec.names
-        ]
-        await exchange.answer(200, _encode({"object": "list", "data": cards}))
-
-    async def _event_sources(self, exchange: Exchange, _body: bytes) -> None:
-        source = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": self._life.publisher.endpoint,
-            "replay_endpoint": self._life.publisher.replay_endpoint,
-            "buffer_steps": BUFFER_STEPS,
-            "hwm": HIGH_WATER,
-            "max_queue_size": HIGH_WATER,
-            "topic": self._life.publisher.topic,
-        }
-        await exchange.answer(200, _encode({"0": source}))
-
-    async def _metrics(self, exchange: Exchange, _body: bytes) -> None:
-        await exchange.answer(200, self._life.page.text(), "text/plain; version=1.0.0; charset=utf-8")
-
-    async def _load(self, exchange: Exchange, _body: bytes) -> None:
-        await exchange.answer(200, _encode({"server_load": self._life.live.open}))
-
-    async def _version(self, exchange: Exchange, _body: bytes) -> None:
-        await exchange.answer(200, b'{"version":"0.32.0"}')
-
-    async def _is_sleeping(self, exchange: Exchange, _body: bytes) -> None:
-        await exchange.answer(200, b'{"is_sleeping":false}')
-
-    async def _nothing(self, exchange: Exchange, _body: bytes) -> None:
-        await exchange.answer(200, b"")
-
-    async def _reset_prefix_cache(self, exchange: Exchange, _body: bytes) -> None:
-        done = self._life.live.clear()
-        await exchange.answer(200 if done else 500, b"")
+    @staticmethod
+    async def _object(exchange: Exchange, refused: Refused) -> None:
+        body = messages.error(refused) if exchange.path.startswith("/v1/messages") else refused.body()
+        await exchange.answer(refused.status, body)
 
     # Fault switches
 
@@ -371,11 +182,5 @@ class Worker:
         self._listener.reset_all()
         await asyncio.sleep(fault.down_s)
         self._faults.restart = None
-        self._life = Life(self._spec, self._vocabulary, self._pool, self._pool_thread)
+        self._begin_life()
         await self._listener.open()
-
-
-class _TextShape(msgspec.Struct):
-    add_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None
-    truncation_side: Literal["left", "right"] | None = None
