@@ -95,6 +95,7 @@ class Router:
         self._prompts = prompts
         self._knowledge = knowledge
         self._pool = pool
+        self._number = 0
         self._draws = draws or random.SystemRandom()
         self._computed = Placements(ttl_s=_ANNOUNCED_AFTER_S)
         self._ended: deque[tuple[float, int, int]] = deque(maxlen=_ANSWERS)
@@ -147,17 +148,16 @@ class Router:
 
     def decide(self, sight: Sight, failed: Collection[str] = ()) -> Decision:
         """The policy's choice now. `failed`: names of workers that failed this turn."""
-        return self.policy(Turn(sight.prompt_tokens, sight.draw), self.candidates(sight, failed))
+        turn = Turn(sight.prompt_tokens, sight.draw, self._number, sight.block_size)
+        return self.policy(turn, self.candidates(sight, failed))
 
     def place(self, sight: Sight, failed: Collection[str] = ()) -> Placement:
         """Decide and charge, with no await between. Raises NoWorker."""
         decision = self.decide(sight, failed)
         chosen = decision.chosen
         if decision.target is None or chosen is None:
-            raise NoWorker(
-                _why_nobody([scored.candidate for scored in decision.scored], sight.model),
-                retry_after_s=_RETRY_AFTER_S,
-            )
+            raise NoWorker(_why_nobody(decision.candidates, sight.model), retry_after_s=_RETRY_AFTER_S)
+        self._number += 1
         target = next(t for t in self._fleet.targets() if t.name == decision.target)
         lease = self._fleet.leases.take(target.name, max(0, sight.prompt_tokens - chosen.cached_tokens))
         return Placement(decision, target, chosen, lease)

@@ -1,30 +1,34 @@
-"""Placing by load: the policy without knowledge of caches, and the tie-break of the others."""
+"""Placing by load or by turns: the policies without knowledge of caches, and the tie-break of the others."""
 
 from collections.abc import Sequence
 
-from policies.types import Candidate, Decision, Scored, Turn, action_of
+from policies.spread import eligible, first, seed_of, unplaced
+from policies.types import Candidate, Decision, Policy, Turn, action_of
 
 
-def eligible(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates that may be chosen, in an order that does not depend on how they were given."""
-    return sorted((c for c in candidates if not c.excluded), key=lambda c: c.target)
+def load_key(candidate: Candidate) -> tuple[float, float, float, float]:
+    """Own leases first (exact and current), what the worker reports (scraped), what it got lately.
 
-
-def load_key(candidate: Candidate) -> tuple[float, float, float]:
-    """Own leases first (exact and current), then what the worker reports (scraped)."""
-    return (candidate.queued_tokens, candidate.inflight, candidate.waiting)
+    The last spreads turns that come one at a time, when nothing is ever under way to be seen.
+    """
+    weight = candidate.weight
+    return (
+        candidate.queued_tokens / weight,
+        candidate.inflight / weight,
+        candidate.waiting / weight,
+        candidate.recent_tokens / weight,
+    )
 
 
 def pick_least_loaded(candidates: Sequence[Candidate], draw: float) -> Candidate:
     """The least loaded candidate; equals share evenly by `draw`. `candidates` must not be empty."""
-    lightest = min(load_key(c) for c in candidates)
-    ties = [c for c in candidates if load_key(c) == lightest]
-    return ties[int(draw * len(ties))]
+    keys = [load_key(c) for c in candidates]
+    lightest = min(keys)
+    return first(seed_of(draw), [c for c, key in zip(candidates, keys, strict=True) if key == lightest])
 
 
-def unplaced(policy: str, candidates: Sequence[Candidate]) -> Decision:
-    """The decision when nobody may be chosen."""
-    return Decision(None, "none", "no eligible target", policy, tuple(Scored(c, {}) for c in candidates))
+def _load_terms(candidate: Candidate) -> dict[str, float]:
+    return {"queued": float(candidate.queued_tokens), "recent": candidate.recent_tokens}
 
 
 def least_loaded(turn: Turn, candidates: Sequence[Candidate]) -> Decision:
@@ -33,15 +37,56 @@ def least_loaded(turn: Turn, candidates: Sequence[Candidate]) -> Decision:
     if not able:
         return unplaced("least_loaded", candidates)
     chosen = pick_least_loaded(able, turn.draw)
-    scored = tuple(Scored(c, {"queued": float(c.queued_tokens)}) for c in candidates)
-    return Decision(chosen.target, action_of(chosen), "least loaded", "least_loaded", scored)
+    return _decided(chosen, "least loaded", "least_loaded", candidates)
+
+
+def power_of_two(turn: Turn, candidates: Sequence[Candidate]) -> Decision:
+    """The less loaded of two targets taken at random.
+
+    Nearly as even as the least loaded, and safe where several gateways see the same old loads: they do not
+    all rush to the same target.
+    """
+    able = eligible(candidates)
+    if not able:
+        return unplaced("power_of_two", candidates)
+    place = turn.draw * len(able)
+    one = able.pop(int(place))
+    if not able:
+        return _decided(one, "the only one", "power_of_two", candidates)
+    other = able[int((place - int(place)) * len(able))]
+    # `one` was drawn first, so equals share evenly.
+    chosen = other if load_key(other) < load_key(one) else one
+    return _decided(chosen, "less loaded of two", "power_of_two", candidates)
+
+
+def round_robin(turn: Turn, candidates: Sequence[Candidate]) -> Decision:
+    """One after another, whatever they hold: the baseline that needs nothing, even for like turns."""
+    able = eligible(candidates)
+    if not able:
+        return unplaced("round_robin", candidates)
+    return _decided(able[turn.number % len(able)], "next in turn", "round_robin", candidates, terms=False)
 
 
 def random_choice(turn: Turn, candidates: Sequence[Candidate]) -> Decision:
-    """Any eligible target with equal probability: the baseline to compare with."""
+    """Any eligible target, each as often as its weight says: the baseline to compare with."""
     able = eligible(candidates)
     if not able:
         return unplaced("random", candidates)
-    chosen = able[int(turn.draw * len(able))]
-    scored = tuple(Scored(c, {}) for c in candidates)
-    return Decision(chosen.target, action_of(chosen), "random", "random", scored)
+    return _decided(first(seed_of(turn.draw), able), "random", "random", candidates, terms=False)
+
+
+def _decided(
+    chosen: Candidate, reason: str, policy: str, candidates: Sequence[Candidate], *, terms: bool = True
+) -> Decision:
+    weigh = _load_terms if terms else None
+    unit = "tokens" if terms else ""
+    return Decision(chosen.target, action_of(chosen), reason, policy, tuple(candidates), weigh, unit)
+
+
+PLAIN: dict[str, Policy] = {
+    "least_loaded": least_loaded,
+    "power_of_two": power_of_two,
+    "random": random_choice,
+    "round_robin": round_robin,
+}
+"""The policies of this file, which take no options."""

@@ -1,13 +1,21 @@
-"""Policies by name."""
+"""Policies by name: our own, and those that installed packages bring under `moongate.policies`."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, cast
 
 import msgspec
 
-from policies.load import least_loaded, random_choice
+from policies.expected_ttft import ExpectedTtft, ExpectedTtftOptions
+from policies.load import PLAIN
 from policies.longest_prefix import LongestPrefix, LongestPrefixOptions
+from policies.sticky import Sticky, StickyOptions
 from policies.types import Policy
+
+GROUP = "moongate.policies"
+
+DEFAULT = "longest_prefix"
 
 
 class UnknownPolicy(ValueError):
@@ -15,44 +23,107 @@ class UnknownPolicy(ValueError):
 
 
 class BadPolicyOptions(ValueError):
-    """The options do not fit the policy; the message names the path and what is allowed."""
+    """The options do not fit the policy; the message names the path and what is allowed.
+
+    path: the option, "" for the policy as a whole.
+    """
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
 
 
-def _without_options(policy: Policy) -> Callable[[Mapping[str, Any]], Policy]:
-    def make(options: Mapping[str, Any]) -> Policy:
-        if options:
-            raise BadPolicyOptions(f"this policy takes no options, got {', '.join(sorted(options))}")
-        return policy
-
-    return make
+class BrokenPolicy(ValueError):
+    """An installed package brings a policy that can't be made; the message says which and why."""
 
 
-def _longest_prefix(options: Mapping[str, Any]) -> Policy:
-    unknown = set(options) - {"pull_cost", "margin_tokens"}
-    if unknown:
-        raise BadPolicyOptions(
-            f"longest_prefix has no option {', '.join(sorted(unknown))}; it takes margin_tokens, pull_cost"
-        )
-    try:
-        return LongestPrefix(msgspec.convert(dict(options), LongestPrefixOptions, strict=False))
-    except msgspec.ValidationError as error:
-        raise BadPolicyOptions(f"longest_prefix: {error}") from None
+class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of policies that take none."""
 
 
-_FACTORIES: Mapping[str, Callable[[Mapping[str, Any]], Policy]] = {
-    "longest_prefix": _longest_prefix,
-    "least_loaded": _without_options(least_loaded),
-    "random": _without_options(random_choice),
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """options: the type that says which options there are; make: the policy with such options."""
+
+    options: type[msgspec.Struct]
+    make: Callable[[Any], Policy]
+
+
+def _session(options: StickyOptions) -> Policy:
+    return Sticky("session", options)
+
+
+def _prefix_hash(options: StickyOptions) -> Policy:
+    return Sticky("prefix_hash", options)
+
+
+def _plain(policy: Policy) -> Kind:
+    return Kind(NoOptions, lambda _: policy)
+
+
+_OWN: Mapping[str, Kind] = {
+    "longest_prefix": Kind(LongestPrefixOptions, LongestPrefix),
+    "expected_ttft": Kind(ExpectedTtftOptions, ExpectedTtft),
+    "session": Kind(StickyOptions, _session),
+    "prefix_hash": Kind(StickyOptions, _prefix_hash),
+    **{name: _plain(policy) for name, policy in PLAIN.items()},
 }
 
 
 def names() -> list[str]:
-    return sorted(_FACTORIES)
+    return sorted({*_OWN, *(entry.name for entry in _installed())})
+
+
+def options_of(name: str) -> type[msgspec.Struct] | None:
+    """The type of the policy's options; None where an installed one does not say. Raises UnknownPolicy."""
+    if name in _OWN:
+        return _OWN[name].options
+    declared = getattr(_load(name), "Options", None)
+    return declared if isinstance(declared, type) and issubclass(declared, msgspec.Struct) else None
 
 
 def make(name: str, options: Mapping[str, Any] | None = None) -> Policy:
-    """The policy `name` with `options`. Raises UnknownPolicy or BadPolicyOptions."""
-    factory = _FACTORIES.get(name)
-    if factory is None:
+    """The policy `name` with `options`. Raises UnknownPolicy, BadPolicyOptions or BrokenPolicy."""
+    given = dict(options or {})
+    if name in _OWN:
+        kind = _OWN[name]
+        return kind.make(_checked(name, given, kind.options))
+    factory = _load(name)
+    declared = options_of(name)
+    try:
+        return factory(given if declared is None else _checked(name, given, declared))
+    except BadPolicyOptions:
+        raise
+    except Exception as error:
+        raise BrokenPolicy(f"{name}: could not be made: {type(error).__name__}: {error}") from error
+
+
+def _checked(name: str, given: Mapping[str, Any], options: type[msgspec.Struct]) -> msgspec.Struct:
+    known = {field.encode_name for field in msgspec.structs.fields(options)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        takes = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
+        raise BadPolicyOptions(f"{name} has no option {', '.join(unknown)}; {takes}", unknown[0])
+    try:
+        return msgspec.convert(given, options, strict=False)
+    except msgspec.ValidationError as error:
+        reason, _, at = str(error).replace("`", "").partition(" - at $.")
+        raise BadPolicyOptions(f"{name}: {at or 'options'}: {reason}", at) from None
+
+
+def _installed() -> list[EntryPoint]:
+    """Own names can't be taken."""
+    return [entry for entry in entry_points(group=GROUP) if entry.name not in _OWN]
+
+
+def _load(name: str) -> Callable[[Any], Policy]:
+    entry = next((entry for entry in _installed() if entry.name == name), None)
+    if entry is None:
         raise UnknownPolicy(f"no policy is called {name!r}; there are {', '.join(names())}")
-    return factory(options or {})
+    try:
+        factory = entry.load()
+    except Exception as error:
+        raise BrokenPolicy(f"{name}: {entry.value} could not be loaded: {error}") from error
+    if not callable(factory):
+        raise BrokenPolicy(f"{name}: {entry.value} can't be called")
+    return cast(Callable[[Any], Policy], factory)

@@ -4,33 +4,77 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 Action = Literal["local", "pull", "recompute", "none"]
+Role = Literal["both", "prefill", "decode"]
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True, gc=False):
     """One request to place.
 
     prompt_tokens: tokens the engine will see; 0 when the prompt could not be computed.
     draw: a number in [0, 1) that decides ties, so that a decision can be repeated bit for bit.
+    number: how many turns were placed before this one.
+    block_size: tokens in a KV block; 0 when not known.
+    session: what its session is known by; "" if by nothing.
+    head: the chain's key at the end of the prompt's head (its first 1,024 tokens or fewer); 0 when not known.
     """
 
     prompt_tokens: int
     draw: float
+    number: int = 0
+    block_size: int = 0
+    session: str = ""
+    head: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Rates(msgspec.Struct, frozen=True, gc=False):
+    """What a target's work takes, in seconds. The defaults are what is believed before anything was measured.
+
+    prefill_s: computing one prompt token at the beginning of a context; 20,480 tokens a second are Qwen3-32B
+    on two H100.
+    growth_s: what each token of context before it adds; fitted to gpt-oss-120b on H200, 2K to 48K tokens.
+    own_s, remote_s: pulling one token from the target's own segment (26 ms a GB) and from another's (50 ms),
+    at 256 KB a token.
+    first_s: the first step, and whatever else every turn takes.
+    decode_s: what each turn that decodes there adds to a step.
+    confidence: how much each of the six, in this order, rests on measurement: 0 not at all, 1 all.
+    """
+
+    prefill_s: float = 1 / 20_480
+    growth_s: float = 5e-10
+    own_s: float = 6.7e-6
+    remote_s: float = 1.3e-5
+    first_s: float = 0.02
+    decode_s: float = 0.0007
+    confidence: tuple[float, float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+BELIEVED = Rates()
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One target as the policy sees it, all lengths in tokens.
 
-    excluded: why the target may not be chosen ("" if it may): down, starting, cordoned, model, failed.
+    excluded: why the target may not be chosen ("" if it may): down, starting, cordoned, model, failed, role,
+    or a guard's name.
     local_tokens: usable leading tokens in the target's own GPU cache (engine's hit rule applied).
     pool_tokens: usable leading tokens readable from the pool.
     own_segment_tokens: of what it would pull (pool_tokens beyond local_tokens), those that lie in its own
     segment: read by a local copy, not over the network.
+    coming_tokens: leading tokens that turns sent there already are going to compute: no hit yet.
     queued_tokens: uncached tokens of turns already sent there whose first token is still awaited.
+    queued_context: for each of these tokens the tokens of context before it, summed: growth_s is per one.
+    queued_own_tokens, queued_remote_tokens: pool tokens that these turns have to pull, by source.
+    queued_turns: these turns.
+    head_tokens, head_s: the oldest of them: its uncached tokens, and for how many seconds it has been first.
     inflight: turns sent there that have not ended.
-    waiting: requests the worker itself reports as waiting (scraped, so a little old).
+    waiting, running: requests as the worker itself reports them (scraped, so a little old).
+    recent_tokens: uncached tokens of turns sent there, each counting less with every second since.
+    pressure: how likely a block that has to make room is to be needed again, 0 to 1; 0 with free blocks.
+    age_s: seconds since the target came up; role, rank: what it is for, and its data-parallel rank.
+    weight: its share of the load compared with others'.
     """
 
     target: str
@@ -38,18 +82,32 @@ class Candidate:
     local_tokens: int = 0
     pool_tokens: int = 0
     own_segment_tokens: int = 0
+    coming_tokens: int = 0
     queued_tokens: int = 0
+    queued_context: float = 0.0
+    queued_own_tokens: int = 0
+    queued_remote_tokens: int = 0
+    queued_turns: int = 0
+    head_tokens: int = 0
+    head_s: float = 0.0
     inflight: int = 0
     waiting: float = 0.0
+    running: float = 0.0
+    recent_tokens: float = 0.0
+    pressure: float = 0.0
+    age_s: float = 1e9
+    role: Role = "both"
+    rank: int | None = None
+    weight: float = 1.0
+    rates: Rates = BELIEVED
 
     @property
     def cached_tokens(self) -> int:
         return max(self.local_tokens, self.pool_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A candidate with the cost terms that were weighed; every term in token-equivalents of prefill."""
+class Scored(msgspec.Struct, frozen=True):
+    """A candidate with the terms that were weighed, in the unit of its policy (tokens or seconds)."""
 
     candidate: Candidate
     terms: Mapping[str, float]
@@ -59,19 +117,36 @@ class Scored:
         return sum(self.terms.values())
 
 
+Unit = Literal["", "tokens", "s"]
+Weigh = Callable[[Candidate], Mapping[str, float]]
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Target + action + why. `target` is None when no candidate may be chosen."""
+    """Target + action + why. `target` is None when no candidate may be chosen.
+
+    candidates: all that were shown. weigh: gives a candidate's cost terms, in `unit`; None where none are
+    weighed. Asked only by who reads the decision: a turn does not wait for it.
+    decode: the target of the decode leg where prefill and decode are placed apart.
+    """
 
     target: str | None
     action: Action
     reason: str
     policy: str
-    scored: tuple[Scored, ...]
+    candidates: tuple[Candidate, ...]
+    weigh: Weigh | None = None
+    unit: Unit = ""
+    decode: str | None = None
 
     @property
     def chosen(self) -> Candidate | None:
-        return next((s.candidate for s in self.scored if s.candidate.target == self.target), None)
+        return next((c for c in self.candidates if c.target == self.target), None)
+
+    @property
+    def scored(self) -> tuple[Scored, ...]:
+        weigh = self.weigh
+        return tuple(Scored(c, weigh(c) if weigh else {}) for c in self.candidates)
 
 
 Policy = Callable[[Turn, Sequence[Candidate]], Decision]

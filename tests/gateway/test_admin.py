@@ -11,7 +11,7 @@ from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.decisions import DecisionLog, DecisionRecord, Outcome
 from gateway.errors import InvalidRequest
 from gateway.settings import Settings, load
-from policies.types import Candidate, Decision, Scored
+from policies.types import Candidate, Decision
 from workers.fleet import Fleet
 from workers.worker import EngineReport, ModelCard
 
@@ -19,11 +19,11 @@ TOKEN = {"authorization": "Bearer right"}
 
 
 def record(request_id: str) -> DecisionRecord:
-    scored = (
-        Scored(Candidate("w1", local_tokens=64), {"queued": 0.0, "compute": 36.0}),
-        Scored(Candidate("w2", excluded="cordoned"), {"queued": 5.0, "compute": 100.0}),
+    shown = (Candidate("w1", local_tokens=64), Candidate("w2", excluded="cordoned"))
+    terms = {"w1": {"queued": 0.0, "compute": 36.0}, "w2": {"queued": 5.0, "compute": 100.0}}
+    decision = Decision(
+        "w1", "local", "longest local prefix", "longest_prefix", shown, lambda c: terms[c.target], "tokens"
     )
-    decision = Decision("w1", "local", "longest local prefix", "longest_prefix", scored)
     return DecisionRecord(request_id, 5.0, "chat", "m", 100, 32, decision, {"look": 1.5})
 
 

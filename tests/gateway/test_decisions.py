@@ -1,12 +1,12 @@
 """The ring of decisions and the audit of predictions."""
 
 from gateway.decisions import DecisionLog, DecisionRecord, Outcome
-from policies.types import Candidate, Decision, Scored
+from policies.types import Candidate, Decision
 
 
 def record(request_id: str, cached: int = 64, unrenderable: str = "") -> DecisionRecord:
     candidate = Candidate("w1", local_tokens=cached)
-    decision = Decision("w1", "local", "longest local prefix", "longest_prefix", (Scored(candidate, {}),))
+    decision = Decision("w1", "local", "longest local prefix", "longest_prefix", (candidate,))
     return DecisionRecord(request_id, 1.0, "chat", "m", 100, 16, decision, unrenderable=unrenderable)
 
 

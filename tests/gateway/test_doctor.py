@@ -18,7 +18,7 @@ from gateway.doctor import Finding, examine
 from gateway.explanation import as_text
 from gateway.remote import RemoteError, RunningGateway
 from gateway.settings import Settings
-from policies.types import Candidate, Decision, Scored
+from policies.types import Candidate, Decision
 from workers.fleet import Fleet
 from workers.worker import EngineReport, ModelCard
 
@@ -239,18 +239,19 @@ async def test_something_else_at_the_url_is_no_gateway() -> None:
 
 
 def view(**more: Any) -> dict[str, Any]:
-    scored = (
-        Scored(
-            Candidate("w1", local_tokens=512, queued_tokens=9000, inflight=3),
-            {"queued": 9000.0, "pull": 0.0, "compute": 88.0},
-        ),
-        Scored(
-            Candidate("w2", pool_tokens=512, own_segment_tokens=256, inflight=1),
-            {"queued": 0.0, "pull": 51.2, "compute": 88.0},
-        ),
-        Scored(Candidate("w3", excluded="down"), {"queued": 0.0, "pull": 0.0, "compute": 600.0}),
+    shown = (
+        Candidate("w1", local_tokens=512, queued_tokens=9000, inflight=3),
+        Candidate("w2", pool_tokens=512, own_segment_tokens=256, inflight=1),
+        Candidate("w3", excluded="down"),
     )
-    decision = Decision("w2", "pull", "holder busy", "longest_prefix", scored)
+    terms = {
+        "w1": {"queued": 9000.0, "pull": 0.0, "compute": 88.0},
+        "w2": {"queued": 0.0, "pull": 51.2, "compute": 88.0},
+        "w3": {"queued": 0.0, "pull": 0.0, "compute": 600.0},
+    }
+    decision = Decision(
+        "w2", "pull", "holder busy", "longest_prefix", shown, lambda c: terms[c.target], "tokens"
+    )
     record = DecisionRecord("r", 0.0, "chat", "m", 600, 32, decision)
     return DecisionView.of(record).model_dump() | more
 

@@ -1,0 +1,79 @@
+"""Send a turn where its first token is expected soonest, by rates that were measured."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from policies.cost import RECENT_WEIGHT, TERMS, costs
+from policies.spread import eligible, first, seed_of, unplaced
+from policies.types import Candidate, Decision, Turn, action_of
+
+
+class ExpectedTtftOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    recent_weight: Annotated[
+        float,
+        Meta(ge=0, description="How much a second of recent work counts, as a share of one still ahead."),
+    ] = RECENT_WEIGHT
+    tie_ms: Annotated[
+        float, Meta(ge=0, description="Targets whose costs differ by less, in milliseconds, are equals.")
+    ] = 2.0
+    tie_share: Annotated[
+        float, Meta(ge=0, description="The same as a share of the lowest cost; the larger of both counts.")
+    ] = 0.02
+
+
+_DEFAULTS = ExpectedTtftOptions()
+
+
+class ExpectedTtft:
+    """The lowest expected time to first token; of equals the longest local prefix, then evenly.
+
+    Use it when rates differ, between workers or over time, or when pulling, computing and waiting are all
+    real choices.
+    """
+
+    __slots__ = ("_recent_weight", "_tie_s", "_tie_share")
+
+    def __init__(self, options: ExpectedTtftOptions = _DEFAULTS) -> None:
+        self._recent_weight = options.recent_weight
+        self._tie_s = options.tie_ms / 1e3
+        self._tie_share = options.tie_share
+
+    def __call__(self, turn: Turn, candidates: Sequence[Candidate]) -> Decision:
+        able = eligible(candidates)
+        if not able:
+            return unplaced("expected_ttft", candidates)
+        weight = self._recent_weight
+        totals = [sum(costs(turn, c, weight)) for c in able]
+        lowest = min(totals)
+        bound = lowest + max(self._tie_s, lowest * self._tie_share)
+        close = [c for c, total in zip(able, totals, strict=True) if total <= bound]
+        if len(close) > 1:
+            longest = max(c.local_tokens for c in close)
+            close = [c for c in close if c.local_tokens == longest]
+        chosen = first(seed_of(turn.draw), close)
+        return Decision(
+            chosen.target,
+            action_of(chosen),
+            _reason(chosen, able),
+            "expected_ttft",
+            tuple(candidates),
+            partial(self._terms, turn),
+            "s",
+        )
+
+    def _terms(self, turn: Turn, candidate: Candidate) -> dict[str, float]:
+        return dict(zip(TERMS, costs(turn, candidate, self._recent_weight), strict=True))
+
+
+def _reason(chosen: Candidate, able: Sequence[Candidate]) -> str:
+    if chosen.local_tokens and chosen.local_tokens >= max(c.local_tokens for c in able):
+        return "longest local prefix is soonest"
+    if chosen.coming_tokens > chosen.cached_tokens:
+        return "soonest behind a turn with the same head"
+    if any(c.local_tokens > chosen.local_tokens for c in able):
+        return "sooner than the holder"
+    return "soonest"

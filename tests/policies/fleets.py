@@ -1,0 +1,55 @@
+"""Strategies for the fleets that policies are shown."""
+
+from hypothesis import strategies as st
+
+from policies.types import Candidate, Rates, Turn
+
+
+def turn(prompt: int = 10_000, draw: float = 0.0, **more: int | str) -> Turn:
+    return Turn(prompt, draw, **more)  # type: ignore[arg-type]
+
+
+draws = st.floats(0, 1, exclude_max=True)
+tokens = st.integers(0, 20_000)
+
+rates = st.builds(
+    Rates,
+    prefill_s=st.floats(1e-6, 1e-3),
+    growth_s=st.floats(0, 1e-8),
+    own_s=st.floats(0, 1e-3),
+    remote_s=st.floats(0, 1e-3),
+    first_s=st.floats(0, 1),
+)
+
+
+def candidates(max_size: int = 8) -> st.SearchStrategy[list[Candidate]]:
+    one = st.builds(
+        Candidate,
+        target=st.uuids().map(str),
+        excluded=st.sampled_from(["", "", "", "down", "cordoned", "model"]),
+        local_tokens=tokens,
+        pool_tokens=tokens,
+        own_segment_tokens=tokens,
+        coming_tokens=st.one_of(st.just(0), tokens),
+        queued_tokens=tokens,
+        queued_turns=st.integers(0, 5),
+        head_tokens=tokens,
+        head_s=st.floats(0, 100),
+        inflight=st.integers(0, 20),
+        waiting=st.floats(0, 50),
+        recent_tokens=st.floats(0, 1e6),
+        pressure=st.floats(0, 1),
+        weight=st.sampled_from([1.0, 1.0, 0.5, 3.0]),
+        rates=rates,
+    )
+    return st.lists(one, max_size=max_size, unique_by=lambda c: c.target)
+
+
+turns = st.builds(
+    Turn,
+    prompt_tokens=st.integers(0, 40_000),
+    draw=draws,
+    number=st.integers(0, 1000),
+    session=st.sampled_from(["", "one", "another"]),
+    head=st.integers(0, 2**64 - 1),
+)

@@ -1,0 +1,128 @@
+"""What must hold for every policy, whatever it is shown."""
+
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from fleets import candidates, draws, turn, turns
+from policies import registry
+from policies.types import Candidate, Turn
+
+NAMES = registry.names()
+# Those that put work where there is less of it; the others ignore load on purpose.
+EVEN = ["longest_prefix", "expected_ttft", "session", "least_loaded", "power_of_two", "prefix_hash"]
+PREFIX_AWARE = ["longest_prefix", "expected_ttft"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(fleet=candidates(), asked=turns, data=st.data())
+def test_the_choice_is_eligible_and_does_not_depend_on_the_order(
+    name: str, fleet: list[Candidate], asked: Turn, data: st.DataObject
+) -> None:
+    decide = registry.make(name)
+    decision = decide(asked, fleet)
+    able = {c.target for c in fleet if not c.excluded}
+    assert decision.target in able if able else decision.target is None
+    assert decision.policy == name
+    assert len(decision.scored) == len(fleet)
+    shuffled = data.draw(st.permutations(fleet))
+    assert decide(asked, shuffled).target == decision.target
+
+
+@pytest.mark.parametrize("name", PREFIX_AWARE)
+@given(fleet=candidates(), asked=turns, more=st.integers(1, 5000))
+def test_more_local_prefix_never_makes_a_target_lose(
+    name: str, fleet: list[Candidate], asked: Turn, more: int
+) -> None:
+    decide = registry.make(name)
+    before = decide(asked, fleet)
+    if before.target is None:
+        return
+    grown = [
+        replace(c, local_tokens=c.local_tokens + more) if c.target == before.target else c for c in fleet
+    ]
+    assert decide(asked, grown).target == before.target
+
+
+@pytest.mark.parametrize("name", ["least_loaded", "power_of_two", "expected_ttft"])
+@given(fleet=candidates(), asked=turns, more=st.integers(1, 5000))
+def test_more_load_never_makes_a_target_win(
+    name: str, fleet: list[Candidate], asked: Turn, more: int
+) -> None:
+    decide = registry.make(name)
+    before = decide(asked, fleet).target
+    for c in fleet:
+        if c.target != before and not c.excluded:
+            loaded = [
+                replace(o, queued_tokens=o.queued_tokens + more) if o.target == c.target else o for o in fleet
+            ]
+            assert decide(asked, loaded).target != c.target
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_b021_equal_candidates_share_evenly(name: str) -> None:
+    decide = registry.make(name)
+    fleet = [Candidate(t, local_tokens=64) for t in "abcd"]
+    counts = Counter(
+        decide(turn(100, i / 400, number=i, session=str(i), head=i * 2**50 + 1), fleet).target
+        for i in range(400)
+    )
+    assert set(counts) == {*"abcd"}
+    assert min(counts.values()) > 70
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_b021_b106_prompts_that_are_not_known_share_evenly(name: str) -> None:
+    decide = registry.make(name)
+    fleet = [Candidate(t) for t in "abcd"]
+    counts = Counter(decide(turn(0, (i * 0.618) % 1, number=i), fleet).target for i in range(40))
+    assert len(counts) == 4
+    assert max(counts.values()) <= 20
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_b041_a_dead_idle_worker_does_not_distort_the_choice(name: str) -> None:
+    fleet = [
+        Candidate("busy1", local_tokens=9600, queued_tokens=700, inflight=5),
+        Candidate("busy2", queued_tokens=700, inflight=5),
+        Candidate("dead", excluded="down"),
+    ]
+    asked = turn(session="s", head=3)
+    with_dead = registry.make(name)(asked, fleet)
+    assert with_dead.target == registry.make(name)(asked, fleet[:2]).target
+
+
+@pytest.mark.parametrize("name", EVEN)
+@given(seed=draws, sizes=st.lists(st.integers(100, 4000), min_size=60, max_size=120))
+def test_imbalance_is_bounded_when_turns_come_one_at_a_time(name: str, seed: float, sizes: list[int]) -> None:
+    """All sessions share one head; nothing is ever in flight when a turn is placed."""
+    decide = registry.make(name)
+    recent: dict[str, float] = defaultdict(float)
+    held: dict[str, int] = defaultdict(int)
+    for i, size in enumerate(sizes):
+        fleet = [Candidate(t, local_tokens=held[t], recent_tokens=recent[t]) for t in "abcd"]
+        asked = turn(8000 + size, (seed + i * 0.618) % 1, number=i, session=f"s{i}", head=1)
+        chosen = decide(asked, fleet).chosen
+        assert chosen is not None
+        recent[chosen.target] += asked.prompt_tokens - chosen.cached_tokens
+        held[chosen.target] = 8000
+    spread = max(recent.values()) - min(recent.get(t, 0.0) for t in "abcd")
+    # A head's worth of work over what margins, slack and a share of recent work allow.
+    assert spread <= 170_000 + 12_000
+
+
+@pytest.mark.parametrize("name", ["least_loaded", "random", "expected_ttft", "session"])
+def test_a_target_of_twice_the_weight_gets_about_twice_as_much(name: str) -> None:
+    decide = registry.make(name)
+    work = {"a": 0.0, "b": 0.0}
+    for i in range(300):
+        fleet = [
+            Candidate("a", recent_tokens=work["a"], weight=2.0),
+            Candidate("b", recent_tokens=work["b"]),
+        ]
+        asked = turn(1000, (i * 0.618) % 1, number=i, session=f"s{i}", head=i)
+        work[decide(asked, fleet).target or ""] += 1000
+    assert 1.4 < work["a"] / work["b"] < 2.8

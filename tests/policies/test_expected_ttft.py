@@ -1,0 +1,156 @@
+"""Tables of situations for expected_ttft, with rates that make the sums easy: 1 ms a computed token."""
+
+import pytest
+from msgspec.structs import replace
+
+from fleets import turn
+from policies.cost import TERMS, costs, predicted_ttft
+from policies.expected_ttft import ExpectedTtft, ExpectedTtftOptions
+from policies.types import Candidate, Rates
+
+RATES = Rates(prefill_s=1e-3, growth_s=0.0, own_s=2e-5, remote_s=1e-4, first_s=0.01, decode_s=0.0)
+decide = ExpectedTtft(ExpectedTtftOptions(recent_weight=0.1))
+
+
+def candidate(target: str, **more: float | str) -> Candidate:
+    return replace(Candidate(target, rates=RATES), **more)
+
+
+SITUATIONS = [
+    (
+        "an idle holder",
+        [candidate("a", local_tokens=9600, pool_tokens=9600), candidate("b", pool_tokens=9600)],
+        ("a", "local", "longest local prefix is soonest"),
+    ),
+    (
+        "a holder with more ahead of it than the pull takes",
+        [
+            candidate("a", local_tokens=9600, pool_tokens=9600, queued_tokens=1200, queued_turns=1),
+            candidate("b", pool_tokens=9600),
+        ],
+        ("b", "pull", "sooner than the holder"),
+    ),
+    (
+        "a holder with less ahead of it than the pull takes",
+        [
+            candidate("a", local_tokens=9600, pool_tokens=9600, queued_tokens=900, queued_turns=1),
+            candidate("b", pool_tokens=9600),
+        ],
+        ("a", "local", "longest local prefix is soonest"),
+    ),
+    (
+        "of two that pull, the one with the blocks in its own segment",
+        [
+            candidate("a", pool_tokens=9600),
+            candidate("b", pool_tokens=9600, own_segment_tokens=9600),
+        ],
+        ("b", "pull", "soonest"),
+    ),
+    (
+        "waiting for the oldest turn is shorter the longer it has been worked on",
+        [
+            candidate("a", queued_tokens=5000, queued_turns=1, head_tokens=5000, head_s=4.9),
+            candidate("b", queued_tokens=500, queued_turns=1, head_tokens=500, head_s=0.0),
+        ],
+        ("a", "recompute", "soonest"),
+    ),
+    (
+        "a turn that hangs does not make the queue behind it look short",
+        [
+            candidate("a", queued_tokens=5000, queued_turns=2, head_tokens=1000, head_s=60.0),
+            candidate("b", queued_tokens=3500, queued_turns=1),
+        ],
+        ("b", "recompute", "soonest"),
+    ),
+    (
+        "a slow worker's prefix is worth no more than computing it elsewhere",
+        [
+            replace(candidate("a"), local_tokens=5000, rates=replace(RATES, prefill_s=3e-3)),
+            candidate("b"),
+        ],
+        ("b", "recompute", "sooner than the holder"),
+    ),
+    (
+        "requests that others sent and the worker reports",
+        [candidate("a", waiting=3.0), candidate("b", queued_tokens=2000, queued_turns=1, inflight=1)],
+        ("b", "recompute", "soonest"),
+    ),
+    (
+        "siblings meet behind the first of them",
+        [
+            candidate("a", coming_tokens=9600, queued_tokens=10_000, queued_turns=1, inflight=1),
+            candidate("b"),
+        ],
+        ("a", "recompute", "soonest behind a turn with the same head"),
+    ),
+    (
+        "until computing it again is sooner",
+        [
+            candidate("a", coming_tokens=9600, queued_tokens=12_000, queued_turns=6, inflight=6),
+            candidate("b"),
+        ],
+        ("b", "recompute", "soonest"),
+    ),
+    (
+        "making room where blocks will be needed again has a price",
+        [candidate("a", pressure=0.5), candidate("b", queued_tokens=3000, queued_turns=1)],
+        ("b", "recompute", "soonest"),
+    ),
+    (
+        "work it did lately sends a session's first turn elsewhere, though the head is there",
+        [candidate("a", local_tokens=2000, recent_tokens=40_000), candidate("b", recent_tokens=10_000)],
+        ("b", "recompute", "sooner than the holder"),
+    ),
+    ("nobody may be chosen", [candidate("a", excluded="down")], (None, "none", "no eligible target")),
+]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "expected"), [s[1:] for s in SITUATIONS], ids=[s[0] for s in SITUATIONS]
+)
+def test_situations(candidates: list[Candidate], expected: tuple[str | None, str, str]) -> None:
+    decision = decide(turn(10_000), candidates)
+    assert (decision.target, decision.action, decision.reason) == expected
+
+
+def test_every_term_is_what_it_says() -> None:
+    rates = Rates(prefill_s=1e-3, growth_s=1e-7, own_s=2e-5, remote_s=1e-4, first_s=0.01, decode_s=0.002)
+    one = Candidate(
+        "a",
+        local_tokens=1000,
+        pool_tokens=4000,
+        own_segment_tokens=1000,
+        queued_tokens=500,
+        queued_context=1e6,
+        queued_remote_tokens=2000,
+        queued_turns=1,
+        inflight=4,
+        recent_tokens=10_000,
+        pressure=0.5,
+        rates=rates,
+    )
+    asked = turn(6000)
+    terms = dict(zip(TERMS, costs(asked, one), strict=True))
+    assert terms == pytest.approx(
+        {
+            "queue": 0.5 + 0.1 + 0.2,
+            "pull_own": 0.02,
+            "pull_remote": 0.2,
+            "prefill": 2.0 + 1e-7 * 2000 * 5000,
+            "first_step": 0.01,
+            "decode": 3 * 0.002 * (1 + 2000 / 8192),
+            "eviction": 0.5 * 5000 * 1e-4,
+            "balance": (10 + 0.22 + 2.0 + 1e-7 * 2000 * 5000) * 0.1,
+        }
+    )
+    prices = terms["eviction"] + terms["balance"]
+    assert predicted_ttft(costs(asked, one)) == pytest.approx(sum(terms.values()) - prices)
+    assert decide(asked, [one]).scored[0].terms == terms
+
+
+def test_a_rate_that_is_a_little_better_does_not_take_everything() -> None:
+    fleet = [
+        replace(candidate(t), rates=replace(RATES, prefill_s=1e-3 + i * 1e-6)) for i, t in enumerate("abc")
+    ]
+    chosen = {decide(turn(1000, i / 50), fleet).target for i in range(50)}
+    assert chosen == {"a", "b", "c"}

@@ -1,0 +1,84 @@
+"""Policies by name: own ones, installed ones, and what is said of those that can't be had."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fleets import turn
+from policies import registry
+from policies.types import Candidate
+
+Install = Callable[[str, str], None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Puts a package with one policy on the path, as pip would."""
+
+    def put(name: str, source: str) -> None:
+        module = f"installed_{name}"
+        (tmp_path / f"{module}.py").write_text(source)
+        info = tmp_path / f"{module}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[moongate.policies]\n{name} = {module}:make\n")
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return put
+
+
+def test_unknown_names_and_options_say_what_exists() -> None:
+    with pytest.raises(registry.UnknownPolicy, match="expected_ttft, least_loaded, longest_prefix"):
+        registry.make("fastest")
+    with pytest.raises(registry.BadPolicyOptions, match=r"no option margin; .*margin_tokens"):
+        registry.make("longest_prefix", {"margin": 3})
+    with pytest.raises(registry.BadPolicyOptions, match="margin_tokens: Expected float, got str"):
+        registry.make("longest_prefix", {"margin_tokens": "many"})
+    with pytest.raises(registry.BadPolicyOptions, match="pull_cost: Expected float >= 0"):
+        registry.make("longest_prefix", {"pull_cost": -1})
+    with pytest.raises(registry.BadPolicyOptions, match="takes none"):
+        registry.make("random", {"margin": 3})
+
+
+def test_an_installed_policy_is_found_by_name(install: Install) -> None:
+    install(
+        "alphabetical",
+        "from policies.types import Decision\n"
+        "def make(options):\n"
+        "    def decide(turn, candidates):\n"
+        "        chosen = min(c.target for c in candidates if not c.excluded)\n"
+        "        return Decision(chosen, 'local', options['why'], 'alphabetical', tuple(candidates))\n"
+        "    return decide\n",
+    )
+    assert "alphabetical" in registry.names()
+    decision = registry.make("alphabetical", {"why": "first"})(turn(), [Candidate("b"), Candidate("a")])
+    assert (decision.target, decision.reason) == ("a", "first")
+
+
+def test_an_installed_policy_can_declare_its_options(install: Install) -> None:
+    install(
+        "declared",
+        "import msgspec\n"
+        "class Options(msgspec.Struct):\n"
+        "    size: int = 1\n"
+        "def make(options): return options\n"
+        "make.Options = Options\n",
+    )
+    with pytest.raises(registry.BadPolicyOptions, match="declared has no option sise; it takes size"):
+        registry.make("declared", {"sise": 3})
+
+
+def test_a_policy_that_can_not_be_made_is_named(install: Install) -> None:
+    install("broken", "raise RuntimeError('no licence')\n")
+    assert "broken" in registry.names()
+    with pytest.raises(registry.BrokenPolicy, match=r"broken: installed_broken:make .* no licence"):
+        registry.make("broken")
+
+
+def test_own_names_can_not_be_taken(install: Install) -> None:
+    install("random", "def make(options): raise AssertionError\n")
+    assert registry.names().count("random") == 1
+    registry.make("random")
