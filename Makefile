@@ -36,7 +36,7 @@ up: $(VENV) $(if $(filter vllm,$(ENGINE)),$(VLLM)) ## a whole fleet on this mach
 test: unit e2e ## all tests, e2e against real vLLM and real Mooncake included
 
 unit: $(VENV) ## tests without vLLM
-	$(call timed,unit tests,.venv/bin/python -m pytest tests --ignore=tests/e2e)
+	$(call timed,unit tests,.venv/bin/python -m pytest tests --ignore=tests/e2e -n 2 --dist loadfile)
 
 e2e: $(VENV) $(VLLM) ## tests against real vLLM and real Mooncake
 	$(call timed,end-to-end tests,.venv/bin/python -m pytest tests/e2e)

@@ -15,12 +15,12 @@ from store.hashing import HashScheme
 from store.keys import KeyLayout
 from store.prompt.local import LocalPrompts
 from store.prompt.request import ChatPrompt, Prompt
+from tests.ports import ports
 from workers.launch.mooncake import MooncakeMaster
-from workers.launch.ports import free_ports
 from workers.launch.tiny_model import make_tiny_model
 from workers.sim.pool import SimPool
 
-PORTS = free_ports(above=23_600)
+PORTS = ports(above=23_600)
 SCHEME = HashScheme("sha256_cbor", 32)
 METRICS = 'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
 

@@ -27,6 +27,7 @@ from workers.worker import EngineReport, ModelCard
 async def serving(app: ASGIApp) -> AsyncIterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
     sock = server.config.bind_socket()
+    sock.listen()
     task = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"

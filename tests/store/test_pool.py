@@ -20,12 +20,12 @@ from store.hashing import Chain, Digests
 from store.keys import KeyLayout
 from store.mooncake_http import MasterAway, MasterRefused
 from store.pool import PoolPrefix, PoolView
+from tests.ports import ports
 from workers.launch.mooncake import MooncakeMaster
-from workers.launch.ports import free_ports
 from workers.launch.process import Process
 from workers.sim.pool import SimPool
 
-PORTS = free_ports(above=21_240)
+PORTS = ports(above=21_240)
 Lookup = Literal["http", "rpc"]
 LAYOUT = KeyLayout("tiny")
 TWO_RANKS = KeyLayout("tiny", tp_ranks=2)

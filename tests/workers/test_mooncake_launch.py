@@ -12,13 +12,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.ports import ports
 from workers.launch import mooncake
 from workers.launch.mooncake import MooncakeMaster, MooncakeUnavailable, master_binary
-from workers.launch.ports import PortTaken, free_ports
+from workers.launch.ports import PortTaken
 from workers.launch.process import Process, ProcessNotReady
 
 PYTHON = sys.executable
-PORTS = free_ports(above=21_200)
+PORTS = ports(above=21_200)
 
 
 async def until(condition: Callable[[], bool], budget_s: float = 10.0) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from workers.launch.ports import free_ports
+from tests.ports import ports
 
 # Serves 200 on every path; as a "vLLM python" it is called with --port=N, as a gateway with --port N.
 STAND_IN = """#!{python}
@@ -114,7 +114,7 @@ class Launch:
     async def __call__(
         self, *worker_args: str, port: int = 0, ends_in: str = "", drain_s: float = 30
     ) -> Running:
-        port = port or next(free_ports(above=21_440))
+        port = port or next(ports(above=21_440))
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", UP, str(self.directory), str(self.stand_in), str(port)),
             *(ends_in, str(drain_s), *worker_args),
@@ -230,7 +230,7 @@ async def test_a_signal_while_starting_ends_it_at_once(launch: Launch) -> None:
 
 
 async def test_an_interrupted_make_ends_the_fleet_too(launch: Launch, tmp_path: Path) -> None:
-    port = next(free_ports(above=21_440))
+    port = next(ports(above=21_440))
     (tmp_path / "up.py").write_text(UP)
     command = [
         sys.executable,

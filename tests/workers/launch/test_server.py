@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.launch.ports import free_ports
+from tests.ports import ports
 from workers.launch.process import ProcessNotReady
 from workers.launch.server import Server
 
@@ -30,7 +30,7 @@ class Servers:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.made: list[Server] = []
-        self.ports = free_ports(above=21_400)
+        self.ports = ports(above=21_400)
 
     def make(self, mode: str = "plain", *, ready_s: float = 20.0) -> Server:
         port = next(self.ports)

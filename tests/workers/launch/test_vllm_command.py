@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import zmq
 
-from workers.launch.ports import free_ports
+from tests.ports import ports
 from workers.launch.vllm import VllmWorkerSpec, command, mooncake_config
 
 SPEC = VllmWorkerSpec(
@@ -65,7 +65,7 @@ def test_the_events_publisher_binds(host: str) -> None:
 def test_events_of_a_local_worker_are_not_for_the_network() -> None:
     events = config(SPEC, "kv-events-config")
     with zmq.Context() as context, context.socket(zmq.PUB) as publisher, context.socket(zmq.SUB) as follower:
-        port = next(free_ports(above=21_490))
+        port = next(ports(above=21_490))
         endpoint = events["endpoint"].replace(":8102", f":{port}")
         publisher.bind(endpoint)
         assert publisher.getsockopt(zmq.LAST_ENDPOINT) == f"tcp://127.0.0.1:{port}".encode()

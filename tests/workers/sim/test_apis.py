@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from store.hashing import HashScheme
-from workers.launch.ports import free_ports
+from tests.ports import ports
 from workers.launch.tiny_model import make_tiny_model
 from workers.sim.engine import Rates
 from workers.sim.life import Spec
@@ -22,7 +22,7 @@ from workers.sim.server import Worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-PORTS = free_ports(above=21_520)
+PORTS = ports(above=21_520)
 PARAMETERS = {
     "type": "object",
     "properties": {"path": {"type": "string"}, "lines": {"type": "integer"}},

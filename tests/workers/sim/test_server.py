@@ -18,14 +18,14 @@ import zmq
 import zmq.asyncio
 
 from store.hashing import HashScheme, chain
-from workers.launch.ports import free_ports
+from tests.ports import ports
 from workers.launch.tiny_model import make_tiny_model
 from workers.sim.engine import Rates
 from workers.sim.life import Spec
 from workers.sim.live import PullRates
 from workers.sim.server import Worker
 
-PORTS = free_ports(above=21_320)
+PORTS = ports(above=21_320)
 SCHEME = HashScheme("sha256_cbor", 32)
 FAST = Rates(prefill_tok_s=200_000.0, step_s=0.002, decode_seq_s=0.0001)
 CHAT = "/v1/chat/completions"

@@ -9,11 +9,11 @@ import httpx
 import pytest
 
 from store.keys import KeyLayout, parse_key
+from tests.ports import ports
 from workers.launch.mooncake import MooncakeMaster
-from workers.launch.ports import free_ports
 from workers.sim.pool import SimPool
 
-PORTS = free_ports(above=21_220)
+PORTS = ports(above=21_220)
 LAYOUT = KeyLayout("tiny")
 
 
