@@ -4,7 +4,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast, get_origin, get_type_hints
 
@@ -159,8 +159,10 @@ def _refuse_unknown(document: Table, struct: type[Section], prefix: str, source:
     fields = get_type_hints(struct)
     for name, value in document.items():
         if name not in fields:
-            known = {key.name: key for key in keys()}
-            raise SettingsError(f"{source}: no such setting: {prefix}{name}{_nearest(prefix + name, known)}")
+            hint = _nearest(prefix + name, {key.name for key in keys()})
+            if not prefix and isinstance(value, dict) and difflib.get_close_matches(name, fields, 1):
+                hint = f"; nearest: {difflib.get_close_matches(name, fields, 1)[0]}"
+            raise SettingsError(f"{source}: no such setting: {prefix}{name}{hint}")
         form, table = fields[name], _table(value)
         if table is None:
             continue
@@ -175,7 +177,7 @@ def _table(value: Any) -> Table | None:
     return cast(Table, value) if isinstance(value, dict) else None
 
 
-def _nearest(name: str, known: Mapping[str, Key]) -> str:
+def _nearest(name: str, known: Collection[str]) -> str:
     """A hint at the known name that was probably meant: same last part elsewhere, else the closest."""
     separator = "__" if "__" in name else "."
     last = name.rsplit(separator, 1)[-1]

@@ -64,7 +64,8 @@ def test_models_by_name(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("[server]\nprot = 1\n", ["server.prot", "nearest: server.port"]),
-        ("[sevrer]\nport = 1\n", ["sevrer", "nearest: server."]),
+        ("[sevrer]\nport = 1\n", ["such setting: sevrer; nearest: server\n"]),
+        ("[sever]\nport = 1\n", ["such setting: sever; nearest: server\n"]),
         ("[server]\nfirst_byte_s = 1\n", ["server.first_byte_s", "nearest: timeouts.first_byte_s"]),
         ('[models.m]\ntokeniser = "x"\n', ["models.m.tokeniser", "nearest: models.*.tokenizer"]),
         ('[server]\nport = "abc"\n', ["server.port", "allowed: integer >= 0 and <= 65535"]),
@@ -83,7 +84,7 @@ def test_faults_in_the_file_name_file_key_and_what_is_allowed(
     with pytest.raises(SettingsError) as caught:
         load(file, {}, {})
     for part in [str(file), *said]:
-        assert part in str(caught.value)
+        assert part in f"{caught.value}\n"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,11 @@ __all__ = ["LocalFleet", "up"]
 WORKER_GRACE_S, MASTER_GRACE_S = 3.0, 2.0
 # What the gateway takes besides waiting for turns.
 GATEWAY_END_S = 2.0
+# Fills blocks of its own with the local model: asked a second time, the first of them are cached.
+_QUESTION = (
+    "Which worker holds the KV cache of this prompt, and would another one answer sooner by pulling it from "
+    "the pool or by computing all of it again?"
+)
 
 
 def up(fleet: LocalFleet, *, say: Callable[[str], None], progress: Callable[[str], None]) -> int:
@@ -101,7 +106,7 @@ async def _start(
 async def _ready_line(url: str, model: str, token: str) -> str:
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": "What holds the KV cache of this prompt?"}],
+        "messages": [{"role": "user", "content": _QUESTION}],
         "max_tokens": 16,
     }
     header = "content-type: application/json"
