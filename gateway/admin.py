@@ -16,8 +16,6 @@ from gateway.admin_views import (
     DecisionsAnswer,
     DecisionView,
     ErrorAnswer,
-    IndexAnswer,
-    IndexEntry,
     Loads,
     PolicyAnswer,
     PoolAnswer,
@@ -25,6 +23,7 @@ from gateway.admin_views import (
     WorkerView,
 )
 from gateway.decisions import DecisionLog, DecisionRecord
+from gateway.index_view import IndexAnswer
 from gateway.settings import Settings
 from policies import registry
 from workers.fleet import BadWorker, DuplicateWorker, UnknownWorker
@@ -60,7 +59,7 @@ class AdminParts:
     loads: Loads
     explainer: Explainer
     decisions: DecisionLog
-    index: Callable[[], Sequence[IndexEntry]]
+    index: Callable[[], IndexAnswer]
     pool: Callable[[], PoolAnswer]
 
 
@@ -212,7 +211,7 @@ def _knowledge(parts: AdminParts) -> APIRouter:
 
     @router.get("/index", summary="What is known of the workers' caches, and how far it is to be trusted")
     async def get_index() -> IndexAnswer:
-        return IndexAnswer(targets=list(parts.index()))
+        return parts.index()
 
     @router.get("/pool", summary="The Mooncake pool as the gateway sees it")
     async def get_pool() -> PoolAnswer:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from importlib import import_module
 
 from gateway.admin import AdminParts, build_admin
-from gateway.admin_views import IndexEntry, PoolAnswer, index_entries
+from gateway.admin_views import PoolAnswer
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.breaks import PrefixBreaks
 from gateway.decisions import DecisionLog
@@ -15,6 +15,7 @@ from gateway.errors import ErrorBoundary
 from gateway.exchange import Message, Receive, Scope, Send
 from gateway.explain import Explainer
 from gateway.health import Readiness, readiness
+from gateway.index_view import IndexAnswer, SnapshotView, index_entries
 from gateway.links import CountedKnowledge, Links
 from gateway.metrics import Metrics, Snapshot, WorkerSample
 from gateway.prompts import ModelPrompts
@@ -22,6 +23,7 @@ from gateway.public import build_public
 from gateway.rendering import WorkerRenderer
 from gateway.router import Router
 from gateway.settings import Settings
+from gateway.snapshots import Snapshots
 from gateway.transport import AiohttpTransport
 from gateway.turns import TurnApp
 from policies import registry
@@ -80,7 +82,10 @@ class Gateway:
             kv_events=settings.workers.kv_events,
         )
         self.fleet.listen(self.probe.follow)
-        self.fleet.listen(Links(self.streams, self.knowledge, self.prompts).follow)
+        self.snapshots = Snapshots(
+            settings.index.snapshot_path, settings.index.snapshot_interval_s, self.knowledge, self.streams
+        )
+        self.fleet.listen(Links(self.streams, self.knowledge, self.prompts, self.snapshots).follow)
         self.transport = AiohttpTransport(
             connect_s=timeouts.connect_s,
             first_byte_s=timeouts.first_byte_s,
@@ -166,6 +171,8 @@ class Gateway:
         if self.pool is not None:
             await self.pool.start()
             running.push_async_callback(self.pool.close)
+        await self.snapshots.start()
+        running.push_async_callback(self.snapshots.close)
         await self.streams.start()
         running.push_async_callback(self.streams.close)
         running.push_async_callback(self.probe.close)
@@ -175,6 +182,7 @@ class Gateway:
     def _snapshot(self) -> Snapshot:
         streams = self.streams.status()
         states = {name: status.state for name, status in streams.items()}
+        file = self.snapshots.status()
         return Snapshot(
             workers=[
                 WorkerSample(
@@ -188,12 +196,16 @@ class Gateway:
             index_blocks=self._index_sizes(),
             kv_event_gaps={name: status.gaps for name, status in streams.items()},
             pool_degraded=self.pool is not None and self.pool.degraded,
+            index_file_age_s=file.age_s,
+            index_file_failures=file.failures,
         )
 
-    def _index_report(self) -> list[IndexEntry]:
-        targets = [target.name for target in self.fleet.targets()]
-        return index_entries(
-            targets, self.streams.status(), self._index_sizes(), self.knowledge.hash_mismatch
+    def _index_report(self) -> IndexAnswer:
+        names = [target.name for target in self.fleet.targets()]
+        mismatches = self.knowledge.hash_mismatch
+        return IndexAnswer(
+            targets=index_entries(names, self.streams.status(), self._index_sizes(), mismatches),
+            snapshot=SnapshotView(**asdict(self.snapshots.status())),
         )
 
     def _index_sizes(self) -> dict[tuple[str, str], int]:

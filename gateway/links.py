@@ -1,9 +1,11 @@
 """What a change in the fleet means for other rooms: event streams to follow, blocks to forget."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from gateway.metrics import Metrics
 from gateway.prompts import ModelPrompts
+from gateway.snapshots import Snapshots
 from store.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from store.knowledge import Knowledge
 from store.streams import EventSource, EventStreams
@@ -37,6 +39,7 @@ class Links:
     streams: EventStreams
     knowledge: Knowledge
     prompts: ModelPrompts
+    snapshots: Snapshots
 
     def follow(self, event: FleetEvent, worker: Worker) -> None:
         if event == "up":
@@ -53,7 +56,15 @@ class Links:
             scheme = self.prompts.reported(worker, worker.models[0].id) if worker.models else None
             if scheme is not None:
                 self.knowledge.expect(target, scheme, fixed=self.prompts.seed_is_set(worker.models[0].id))
-            self.streams.subscribe(EventSource(target, source.endpoint, source.replay_endpoint, source.topic))
+            self.streams.subscribe(
+                EventSource(target, source.endpoint, source.replay_endpoint, source.topic),
+                self.snapshots.claim(target),
+                partial(self._proven, target),
+            )
+
+    def _proven(self, target: str) -> None:
+        """What a snapshot said of `target` is still so."""
+        self.knowledge.index.admit(target)
 
     def _restarted(self, worker: Worker) -> None:
         for target in worker.targets:

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Concatenate, ParamSpec
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -40,12 +40,15 @@ class Snapshot:
     """The state that gauges mirror, read at every scrape.
 
     index_blocks: by (target, tier). kv_event_gaps: gaps in the event stream so far, by target.
+    index_file_age_s: of what the snapshot of the index holds, None if there is none.
     """
 
     workers: Sequence[WorkerSample] = ()
     index_blocks: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     kv_event_gaps: Mapping[str, int] = field(default_factory=dict[str, int])
     pool_degraded: bool = False
+    index_file_age_s: float | None = None
+    index_file_failures: int = 0
 
 
 def _harmless(call: Callable[Concatenate["Metrics", P], None]) -> Callable[Concatenate["Metrics", P], None]:
@@ -236,11 +239,11 @@ class _StateCollector(Collector):
     def __init__(self) -> None:
         self.snapshot: Snapshot | None = None
 
-    def describe(self) -> Iterator[GaugeMetricFamily]:
+    def describe(self) -> Iterator[Metric]:
         """Nothing: registering must not read the state."""
         return iter(())
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         snapshot = self.snapshot
         if snapshot is None:
             return
@@ -260,4 +263,11 @@ class _StateCollector(Collector):
             blocks.add_metric([target, tier], count)
         degraded = GaugeMetricFamily("moongate_pool_degraded", "1 while the pool can't be asked.")
         degraded.add_metric([], float(snapshot.pool_degraded))
-        yield from (up, inflight, trust, blocks, degraded)
+        age = GaugeMetricFamily("moongate_index_snapshot_age_seconds", "Age of the index's snapshot on disk.")
+        if snapshot.index_file_age_s is not None:
+            age.add_metric([], snapshot.index_file_age_s)
+        failures = CounterMetricFamily(
+            "moongate_index_snapshot_failures", "Snapshots of the index that could not be written."
+        )
+        failures.add_metric([], snapshot.index_file_failures)
+        yield from (up, inflight, trust, blocks, degraded, age, failures)

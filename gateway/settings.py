@@ -14,6 +14,7 @@ from gateway.settings_schema import (
     ENV_PREFIX,
     Admin,
     Auth,
+    Index,
     Key,
     Limits,
     ModelSettings,
@@ -32,6 +33,7 @@ from gateway.settings_schema import (
 __all__ = [
     "Admin",
     "Auth",
+    "Index",
     "Key",
     "Limits",
     "ModelSettings",

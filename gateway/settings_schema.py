@@ -129,6 +129,17 @@ class Routing(Section, frozen=True):
     options: Annotated[dict[str, Any], Meta(description="Options of the policy.")] = {}
 
 
+class Index(Section, frozen=True):
+    snapshot_path: Annotated[
+        str,
+        Meta(
+            description="File in which the index outlives a restart of the gateway; empty: it doesn't. "
+            "Holds block hashes, no prompts."
+        ),
+    ] = ".moongate/index.snapshot"
+    snapshot_interval_s: Annotated[float, Meta(gt=0, description="Seconds between two snapshots.")] = 10.0
+
+
 class Mooncake(Section, frozen=True):
     master: Annotated[
         str, Meta(description="HOST:PORT of the Mooncake master, as the workers use it. Empty: no pool.")
@@ -174,6 +185,7 @@ class Settings(Section, frozen=True):
     models: dict[str, ModelSettings] = {}
     prompt: PromptSettings = PromptSettings()
     routing: Routing = Routing()
+    index: Index = Index()
     mooncake: Mooncake = Mooncake()
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()

@@ -4,8 +4,9 @@ It also watches that events can be matched at all: a worker that hashes with ano
 expected publishes keys that no prompt will ever have, and nothing else would show it.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, get_args
 
 from store.events import BlockRemoved, BlockStored, EventBatch
@@ -17,6 +18,14 @@ from store.index import BlockIndex
 _RECHECK_EVERY: Final = 256
 # What operators set PYTHONHASHSEED to.
 _COMMON_SEEDS: Final = ("0", "1", "42", "123", "1234")
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a target's events have shown of it. scheme: None as long as nobody has asked."""
+
+    block_size: int
+    scheme: HashScheme | None
 
 
 class Knowledge:
@@ -41,6 +50,18 @@ class Knowledge:
         self._assumed: frozenset[str] = frozenset()
         self._unchecked: dict[str, int] = {}
         self._probed: dict[str, list[Sequence[int]]] = {}
+        self._shown_before: dict[str, Shown] = {}
+
+    def restore(self, index: BlockIndex, shown: Mapping[str, Shown]) -> None:
+        """Go on from a snapshot; before any target is followed."""
+        self.index = index
+        self._shown_before = dict(shown)
+
+    def shown(self, target: str) -> Shown:
+        """What the next life of the gateway should know of `target` beside its blocks."""
+        return self._shown_before.get(target) or Shown(
+            self.block_sizes.get(target, 0), self._schemes.get(target)
+        )
 
     def expect(self, target: str, scheme: HashScheme, *, fixed: bool = True) -> None:
         """How `target` should hash. Checked on its next root block; differences go to `hash_mismatch`.
@@ -51,7 +72,20 @@ class Knowledge:
             self._expected[target] = self._schemes[target] = scheme
             self._unchecked[target] = 0
             self.hash_mismatch.pop(target, None)
+            self._remember(target, scheme, fixed)
         self._assumed = self._assumed - {target} if fixed else self._assumed | {target}
+
+    def _remember(self, target: str, scheme: HashScheme, fixed: bool) -> None:
+        """A seed that an earlier life of the gateway learned: the block that shows it may not come again."""
+        before = self._shown_before.pop(target, None)
+        if before is None:
+            return
+        if before.block_size:
+            self.block_sizes[target] = before.block_size
+        if not fixed and before.scheme is not None:
+            learned, assumed = before.scheme, scheme
+            if (learned.algo, learned.block_size) == (assumed.algo, assumed.block_size):
+                self._schemes[target] = learned
 
     def scheme(self, target: str) -> HashScheme | None:
         """How `target` hashes, as far as is known: as its events show, else as expected."""
@@ -60,7 +94,14 @@ class Knowledge:
     def drop(self, target: str) -> None:
         """`target` is gone: forget its blocks and what was noted about it."""
         self.index.drop(target)
-        for noted in (self.hash_mismatch, self.block_sizes, self._schemes, self._expected, self._unchecked):
+        for noted in (
+            self.hash_mismatch,
+            self.block_sizes,
+            self._schemes,
+            self._expected,
+            self._unchecked,
+            self._shown_before,
+        ):
             noted.pop(target, None)
         self._assumed -= {target}
 

@@ -1,50 +1,68 @@
 """What is known of the workers' caches, on disk, so that a restarted gateway need not start from nothing.
 
-A snapshot holds the index and, for each stream, the last batch applied. It is believed of no target before a
-replay has shown that the publisher is still the same and brought what happened since; of all others it is
-forgotten.
+A snapshot holds the index and, for each target, the last batch applied and what its events have shown. It is
+believed of no target before a replay has proven that the publisher is still the same and has brought what
+happened since; of all others it is forgotten.
 """
 
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
+import xxhash
 
-from store.index import IndexSnapshot
+from store.index import BlockIndex, IndexSnapshot
+from store.knowledge import Shown
 from store.sequence import Mark
 from store.streams import StreamMark
 
-_VERSION = 1
+_MAGIC: Final = b"moongate index 2\n"
+_SUM_BYTES: Final = 8
 
 
 class BadSnapshot(Exception):
-    """The file is no snapshot of this version."""
+    """The file is no snapshot of this version, or not as it was written."""
 
 
-class _Stream(msgspec.Struct, frozen=True, array_like=True):
-    target: str
+@dataclass(frozen=True, slots=True)
+class TargetState:
+    """Where a target's stream stood, and what its events had shown by then."""
+
+    mark: StreamMark
+    shown: Shown
+
+
+class _Target(msgspec.Struct, frozen=True, array_like=True):
+    name: str
     seq: int
     fingerprint: int
     complete: bool
+    shown: Shown
 
 
 class _File(msgspec.Struct, frozen=True, array_like=True):
-    version: int
     index: IndexSnapshot
-    streams: list[_Stream]
+    targets: list[_Target]
 
 
-def save(path: Path, index: IndexSnapshot, marks: dict[str, StreamMark]) -> None:
-    """Write both, captured at the same instant, in place of `path`, at once or not at all.
+def save(path: Path, index: IndexSnapshot, targets: dict[str, TargetState]) -> int:
+    """Write both, captured at the same instant, in place of `path`, at once or not at all. Returns bytes.
 
     Blocks: use a thread. Raises OSError.
     """
-    streams = [_Stream(t, m.mark.seq, m.mark.fingerprint, m.complete) for t, m in marks.items()]
-    data = msgspec.msgpack.encode(_File(_VERSION, index, streams))
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    states = [
+        _Target(name, state.mark.mark.seq, state.mark.mark.fingerprint, state.mark.complete, state.shown)
+        for name, state in targets.items()
+    ]
+    data = msgspec.msgpack.encode(_File(index, states))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
+            file.write(_MAGIC + xxhash.xxh3_64_digest(data))
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -52,14 +70,30 @@ def save(path: Path, index: IndexSnapshot, marks: dict[str, StreamMark]) -> None
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+    return len(data)
 
 
-def load(path: Path) -> tuple[IndexSnapshot, dict[str, StreamMark]]:
-    """Raises OSError, BadSnapshot."""
+def load(path: Path, *, max_bytes: int | None = None) -> tuple[BlockIndex, dict[str, TargetState]]:
+    """An index that credits nothing of what it holds (see `BlockIndex.admit`), and its targets' states.
+
+    What the file holds of targets without a state is left out: nothing could ever prove it. Blocks: about
+    half a second a million blocks. Raises OSError (there is none, or it can't be read), BadSnapshot.
+    """
+    content = path.read_bytes()
+    head = len(_MAGIC) + _SUM_BYTES
+    if not content.startswith(_MAGIC):
+        raise BadSnapshot("not a snapshot of this version")
+    data = memoryview(content)[head:]
+    if xxhash.xxh3_64_digest(data) != content[len(_MAGIC) : head]:
+        raise BadSnapshot("it was damaged or cut")
     try:
-        file = msgspec.msgpack.decode(path.read_bytes(), type=_File)
+        file = msgspec.msgpack.decode(data, type=_File)
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise BadSnapshot(str(error)) from error
-    if file.version != _VERSION:
-        raise BadSnapshot(f"version {file.version}, not {_VERSION}")
-    return file.index, {s.target: StreamMark(Mark(s.seq, s.fingerprint), s.complete) for s in file.streams}
+    targets = {
+        t.name: TargetState(StreamMark(Mark(t.seq, t.fingerprint), t.complete), t.shown) for t in file.targets
+    }
+    index = BlockIndex.restore(file.index, max_bytes=max_bytes)
+    for target in {target for target, *_ in file.index.holders} - targets.keys():
+        index.drop(target)
+    return index, targets

@@ -13,7 +13,11 @@ from gateway.settings import Settings, load
 from peer import Handler, Peer
 
 # Raw-socket workers can't render: prompts stay unknown, and nothing but the turns of a test reaches them.
-QUICK = {"MOONGATE_WORKERS__HEALTH_INTERVAL_S": "0.05", "MOONGATE_PROMPT__SOURCE": "local"}
+QUICK = {
+    "MOONGATE_WORKERS__HEALTH_INTERVAL_S": "0.05",
+    "MOONGATE_PROMPT__SOURCE": "local",
+    "MOONGATE_INDEX__SNAPSHOT_PATH": "",
+}
 
 
 class Front:

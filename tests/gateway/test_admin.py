@@ -6,10 +6,11 @@ import httpx
 import pytest
 
 from gateway.admin import AdminParts, build_admin, guess_api
-from gateway.admin_views import PoolAnswer, index_entries
+from gateway.admin_views import PoolAnswer
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.decisions import DecisionLog, DecisionRecord, Outcome
 from gateway.errors import InvalidRequest
+from gateway.index_view import IndexAnswer, SnapshotView, index_entries
 from gateway.settings import Settings, load
 from policies.types import Candidate, Decision
 from workers.fleet import Fleet
@@ -65,11 +66,14 @@ class Gateway:
             loads=self.fleet.leases,
             explainer=self.explained,
             decisions=self.decisions,
-            index=lambda: index_entries(
-                [target.name for target in self.fleet.targets()],
-                {"w1": Stream()},
-                {("w1", "gpu"): 12, ("w1", "cpu"): 3, ("gone", "gpu"): 1},
-                {"w1": "another seed"},
+            index=lambda: IndexAnswer(
+                targets=index_entries(
+                    [target.name for target in self.fleet.targets()],
+                    {"w1": Stream()},
+                    {("w1", "gpu"): 12, ("w1", "cpu"): 3, ("gone", "gpu"): 1},
+                    {"w1": "another seed"},
+                ),
+                snapshot=SnapshotView(path="", age_s=None, bytes=0, failures=0, unclaimed=0),
             ),
             pool=lambda: PoolAnswer(configured=False, master="", degraded=False, details={}),
         )

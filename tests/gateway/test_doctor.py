@@ -11,11 +11,12 @@ from fastapi import FastAPI, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.admin import AdminParts, build_admin
-from gateway.admin_views import DecisionView, IndexEntry, PoolAnswer
+from gateway.admin_views import DecisionView, PoolAnswer
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.decisions import DecisionLog, DecisionRecord
 from gateway.doctor import Finding, examine
 from gateway.explanation import as_text
+from gateway.index_view import IndexAnswer, IndexEntry, SnapshotView
 from gateway.remote import RemoteError, RunningGateway
 from gateway.settings import Settings
 from policies.types import Candidate, Decision
@@ -102,7 +103,10 @@ class Site:
             loads=self.fleet.leases,
             explainer=self.explained,
             decisions=DecisionLog(),
-            index=lambda: self.index,
+            index=lambda: IndexAnswer(
+                targets=self.index,
+                snapshot=SnapshotView(path="", age_s=None, bytes=0, failures=0, unclaimed=0),
+            ),
             pool=lambda: self.pool,
         )
         return Guard(build_admin(parts), AdminToken("right"), ClientKeys())

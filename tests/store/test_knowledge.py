@@ -125,6 +125,31 @@ def test_b009_a_reset_forgets_blocks_and_checks_the_next_life_again() -> None:
     assert knowledge.block_sizes == {}
 
 
+def test_b054_a_seed_learned_before_a_restart_is_known_after_it() -> None:
+    assumed, real = HashScheme("sha256", SIZE), HashScheme("sha256", SIZE, "0")
+    before = Knowledge()
+    for target in ("w", "set", "other"):
+        before.expect(target, assumed, fixed=False)
+        before.batch(target, batch(announced_by(real)))
+    shown = {target: before.shown(target) for target in ("w", "set", "other", "new")}
+    after = Knowledge()
+    after.restore(before.index, shown)
+    assert after.shown("w") == shown["w"]
+    after.expect("w", assumed, fixed=False)
+    after.expect("set", assumed, fixed=True)
+    after.expect("other", HashScheme("sha256_cbor", SIZE), fixed=False)
+    after.expect("new", assumed, fixed=False)
+    assert [after.scheme(target) for target in shown] == [
+        real,
+        assumed,
+        HashScheme("sha256_cbor", SIZE),
+        assumed,
+    ]
+    assert after.block_sizes == {"w": SIZE, "set": SIZE, "other": SIZE}
+    after.batch("w", batch(announced_by(assumed)))  # another life of the worker has another seed
+    assert after.scheme("w") == assumed
+
+
 def test_b011_a_prefix_reported_again_on_request_is_no_second_copy() -> None:
     knowledge = Knowledge()
     knowledge.batch("w", batch(stored([1, 2, 3])))

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from store.hashing import HashScheme
 from store.index import BlockIndex
+from store.knowledge import Shown
 from store.sequence import Mark
-from store.snapshot import BadSnapshot, load, save
+from store.snapshot import BadSnapshot, TargetState, load, save
 from store.streams import StreamMark
 
 KEYS = [n * 0x9E3779B97F4A7C15 % (1 << 64) for n in range(1, 1001)]
@@ -29,13 +31,19 @@ def filled() -> BlockIndex:
     return index
 
 
+STATES = {
+    "a": TargetState(StreamMark(Mark.of(7, b"batch"), True), Shown(16, HashScheme("xxhash", 16, "0"))),
+    "b": TargetState(StreamMark(Mark.of(1, b""), False), Shown(0, None)),
+    "h": TargetState(StreamMark(Mark.of(2, b"h"), True), Shown(32, HashScheme("sha256", 32))),
+}
+
+
 def test_what_was_known_comes_back_once_it_is_admitted(tmp_path: Path) -> None:
     before = filled()
-    marks = {"a": StreamMark(Mark.of(7, b"batch"), True), "b": StreamMark(Mark.of(1, b""), False)}
-    save(tmp_path / "index", before.capture(), marks)
-    snapshot, found = load(tmp_path / "index")
-    assert found == marks
-    after = BlockIndex.restore(snapshot)
+    path = tmp_path / "new" / "index"
+    assert save(path, before.capture(), STATES) < path.stat().st_size
+    after, found = load(path)
+    assert found == STATES
     assert after.sizes() == before.sizes()
     assert after.match(KEYS) == {}
     after.admit("b")
@@ -89,11 +97,32 @@ def test_what_is_no_snapshot_is_refused(tmp_path: Path, content: bytes) -> None:
         load(path)
 
 
+@pytest.mark.parametrize("where", [0.1, 0.5, 0.9])
+def test_a_snapshot_that_was_damaged_or_cut_is_refused(tmp_path: Path, where: float) -> None:
+    path = tmp_path / "index"
+    save(path, filled().capture(), STATES)
+    good = path.read_bytes()
+    at = int(len(good) * where)
+    path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+    with pytest.raises(BadSnapshot):
+        load(path)
+    path.write_bytes(good[:at])
+    with pytest.raises(BadSnapshot):
+        load(path)
+
+
+def test_blocks_of_a_target_whose_stream_is_not_known_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    save(path, filled().capture(), {"a": STATES["a"]})
+    after, _ = load(path)
+    assert {target for target, _ in after.sizes()} == {"a"}
+
+
 def test_a_snapshot_that_cannot_be_written_leaves_the_last_one(tmp_path: Path) -> None:
     path = tmp_path / "index"
     save(path, filled().capture(), {})
     good = path.read_bytes()
-    broken = {"a": StreamMark(Mark(1, threading.Lock()), True)}  # type: ignore[arg-type]
+    broken = {"a": TargetState(StreamMark(Mark(1, threading.Lock()), True), Shown(0, None))}  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         save(path, filled().capture(), broken)
     assert path.read_bytes() == good

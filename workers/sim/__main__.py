@@ -17,6 +17,7 @@ import uvloop
 from store.hashing import HashAlgo, HashScheme
 from store.keys import KeyLayout
 from workers.sim.engine import Rates
+from workers.sim.kv_publisher import BUFFER_STEPS
 from workers.sim.life import Spec
 from workers.sim.live import PullRates
 from workers.sim.server import Worker
@@ -35,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=8000)
     add("--events-port", type=int, default=0, help="default: port + 1")
     add("--replay-port", type=int, default=0, help="default: port + 2")
+    add("--buffer-steps", type=int, default=BUFFER_STEPS, help="batches of KV events kept for replay")
     add("--control-port", type=int, default=0, help="the same server on a port that no fault touches")
     add("--mooncake-master", default="off", help="HOST:PORT, or off: no pool")
     add("--segment", default="", help="own segment's name IP:PORT; default: host and port + 3")
@@ -77,6 +79,7 @@ def spec(args: argparse.Namespace) -> Spec:
         events_port=args.events_port or args.port + 1,
         replay_port=args.replay_port or args.port + 2,
         control_port=args.control_port,
+        buffer_steps=args.buffer_steps,
         scheme=HashScheme(args.hash_algo, args.block_size, os.environ.get("PYTHONHASHSEED")),
         blocks=args.blocks,
         max_model_len=args.max_model_len or min(most, _positions(model) or most),

@@ -25,7 +25,7 @@ from workers.sim import bodies, messages, pooling
 from workers.sim.answers import Answers, Api
 from workers.sim.bodies import Body, Refused
 from workers.sim.exchange import Exchange
-from workers.sim.kv_publisher import BUFFER_STEPS, HIGH_WATER
+from workers.sim.kv_publisher import HIGH_WATER
 from workers.sim.life import Life, Spec
 from workers.sim.messages import CountBody, Message, MessagesBody
 from workers.sim.responses import Response, ResponsesBody
@@ -341,7 +341,7 @@ class Endpoints:
             "publisher": "zmq",
             "endpoint": self._life.publisher.endpoint,
             "replay_endpoint": self._life.publisher.replay_endpoint,
-            "buffer_steps": BUFFER_STEPS,
+            "buffer_steps": self._spec.buffer_steps,
             "hwm": HIGH_WATER,
             "max_queue_size": HIGH_WATER,
             "topic": self._life.publisher.topic,

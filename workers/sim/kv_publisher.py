@@ -30,11 +30,21 @@ class KvPublisher:
     blocks; a thread of the publisher's own sends and answers replay requests.
     """
 
-    def __init__(self, host: str, port: int, replay_port: int, *, rank: int = 0, topic: str = "") -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        replay_port: int,
+        *,
+        rank: int = 0,
+        topic: str = "",
+        buffer_steps: int = BUFFER_STEPS,
+    ) -> None:
         self.endpoint: Final = f"tcp://{host}:{port}"
         self.replay_endpoint: Final = f"tcp://{host}:{replay_port}"
         self.topic: Final = topic
         self.drop = 0
+        self._buffer_steps = buffer_steps
         self._rank = rank
         self._next = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -81,7 +91,7 @@ class KvPublisher:
         return socket
 
     def _serve(self) -> None:
-        remembered: deque[tuple[bytes, bytes]] = deque(maxlen=BUFFER_STEPS)
+        remembered: deque[tuple[bytes, bytes]] = deque(maxlen=self._buffer_steps)
         topic = self.topic.encode()
         poller = zmq.Poller()
         poller.register(self._inbox, zmq.POLLIN)

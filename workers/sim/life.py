@@ -19,7 +19,7 @@ from workers.sim.calls import ToolCall
 from workers.sim.engine import Limits, Rates
 from workers.sim.exchange import Exchange, Gone
 from workers.sim.forms import Choice, Counts, Form
-from workers.sim.kv_publisher import KvPublisher
+from workers.sim.kv_publisher import BUFFER_STEPS, KvPublisher
 from workers.sim.live import Asked, LiveEngine, Pool, PullRates, Stream
 from workers.sim.pages import Page
 from workers.sim.responses import Response, ResponseStore
@@ -28,7 +28,10 @@ from workers.sim.vocabulary import Answer, Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What one simulated worker is. blocks: as vLLM counts them, one of them is never used."""
+    """What one simulated worker is. blocks: as vLLM counts them, one of them is never used.
+
+    buffer_steps: batches of KV events kept for replay.
+    """
 
     model: Path
     names: tuple[str, ...]
@@ -47,6 +50,7 @@ class Spec:
     answer_tokens: int = 256
     renders: bool = True
     control_port: int = 0
+    buffer_steps: int = BUFFER_STEPS
 
 
 class Life:
@@ -57,7 +61,9 @@ class Life:
         self._vocabulary: Final = vocabulary
         self._opened: Final[dict[Stream, float]] = {}
         self.responses: Final = ResponseStore()
-        self.publisher: Final = KvPublisher(spec.host, spec.events_port, spec.replay_port)
+        self.publisher: Final = KvPublisher(
+            spec.host, spec.events_port, spec.replay_port, buffer_steps=spec.buffer_steps
+        )
         self.live: Final = LiveEngine(
             Limits(spec.blocks - 1, spec.scheme.block_size, spec.max_seqs, spec.step_tokens),
             spec.rates,
