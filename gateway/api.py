@@ -9,6 +9,7 @@ import msgspec
 
 from gateway import errors
 from gateway.exchange import Headers
+from gateway.forms import field_span
 from gateway.sessions import named_in_body
 from gateway.usage import AnswerTail
 from store.prompt.request import (
@@ -24,6 +25,7 @@ from store.prompt.request import (
 Api = Literal["chat", "completions", "messages", "responses", "other"]
 S = TypeVar("S", bound=msgspec.Struct)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_STORED = "/v1/responses/"
 _RESPONSE_ENDS = (b"response.completed", b"response.incomplete", b"response.failed", b"error")
 
 
@@ -33,6 +35,7 @@ class ParsedTurn:
 
     prompt: what shapes the engine's prompt, None where it can't be known; `unknown` then says why.
     session: what the body calls the session it belongs to, "" if it doesn't.
+    response_id: the stored response that it goes on from or asks about, "" if none.
     reads_cache: whether the engine looks for cached blocks (with prompt_logprobs, for one, it does not).
     one_sequence: whether the answer's usage speaks of one prompt and one sequence only.
     """
@@ -42,6 +45,7 @@ class ParsedTurn:
     prompt: PromptRequest | None = None
     unknown: str = ""
     session: str = ""
+    response_id: str = ""
     reads_cache: bool = True
     one_sequence: bool = True
 
@@ -169,10 +173,16 @@ def is_event_stream(headers: Headers) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
 
-def parse(method: str, path: str, body: bytes) -> ParsedTurn:
+def parse(method: str, path: str, body: bytes, content_type: bytes = b"") -> ParsedTurn:
     """Read `body` as what `path` takes. Raises InvalidRequest, with the field to blame if there is one."""
     reader = _READERS.get(path) if method == "POST" else None
-    return reader(body) if reader else _other(body)
+    if reader is not None:
+        return reader(body)
+    if path.startswith(_STORED):
+        return ParsedTurn(
+            "responses", "", unknown="other_api", response_id=path[len(_STORED) :].split("/")[0]
+        )
+    return _other(body, content_type)
 
 
 def _chat(body: bytes) -> ParsedTurn:
@@ -235,7 +245,8 @@ def _whole(
         _refuse_transfer(head.kv_transfer_params)
         return ParsedTurn(api, head.model, unknown="invalid")
     _refuse_transfer(turn.kv_transfer_params)
-    return ParsedTurn(api, turn.model, turn, session=_session(turn))
+    earlier = turn.previous_response_id if isinstance(turn, _ResponsesTurn) else None
+    return ParsedTurn(api, turn.model, turn, session=_session(turn), response_id=earlier or "")
 
 
 def _session(body: "_ChatTurn | _Completion | _MessagesTurn | _ResponsesTurn") -> str:
@@ -273,8 +284,11 @@ def _shaped(body: bytes, prompt: str | list[int]) -> TextPrompt | TokensPrompt |
     )
 
 
-def _other(body: bytes) -> ParsedTurn:
-    """Any other API: the model is taken from the body if it is JSON and names one."""
+def _other(body: bytes, content_type: bytes) -> ParsedTurn:
+    """Any other API: the model is taken from the body if it is JSON, or a form, and names one."""
+    named = field_span(body, content_type, b"model")
+    if named is not None:
+        return ParsedTurn("other", body[slice(*named)].decode("utf-8", "replace"), unknown="other_api")
     try:
         head = _decode(body, _Other)
     except errors.InvalidRequest:

@@ -8,6 +8,7 @@ from importlib import import_module
 
 from gateway.admin import AdminParts, build_admin
 from gateway.admin_views import PoolAnswer
+from gateway.aliases import Aliases
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.breaks import PrefixBreaks
 from gateway.decisions import DecisionLog
@@ -24,6 +25,7 @@ from gateway.rendering import WorkerRenderer
 from gateway.router import Router
 from gateway.settings import Settings
 from gateway.snapshots import Snapshots
+from gateway.stored import StoredResponses
 from gateway.transport import AiohttpTransport
 from gateway.turns import TurnApp
 from policies import registry
@@ -38,7 +40,7 @@ logger = logging.getLogger(__name__)
 # As the metric index_trust shows it: exact knowledge, some, none.
 _TRUST = {"exact": 1.0, "catching-up": 0.5, "degraded": 0.0}
 _TURN_PREFIXES = ("/v1/", "/inference/", "/pooling")
-_TURN_PATHS = frozenset(("/tokenize", "/detokenize"))
+_TURN_PATHS = frozenset("/tokenize /detokenize /classify /score /rerank /v2/rerank /v2/embed".split())
 
 
 def is_turn(path: str) -> bool:
@@ -98,6 +100,14 @@ class Gateway:
             pool=self.pool,
             policy=registry.make(settings.routing.policy, settings.routing.options),
         )
+        aliases = Aliases(settings.models)
+        self.responses = StoredResponses(
+            self.fleet,
+            self.transport,
+            most=settings.limits.stored_responses,
+            ttl_s=settings.limits.stored_responses_s,
+            api_key=settings.workers.api_key,
+        )
         self._turns = TurnApp(
             router=router,
             transport=self.transport,
@@ -111,19 +121,21 @@ class Gateway:
             parity=self.prompts.parity,
             forward_tokens=settings.prompt.forward_tokens,
             breaks=self.breaks,
+            aliases=aliases,
+            responses=self.responses,
         )
         self._admin = build_admin(
             AdminParts(
                 settings=settings,
                 fleet=self.fleet,
                 loads=self.fleet.leases,
-                explainer=Explainer(router, self.breaks),
+                explainer=Explainer(router, self.breaks, aliases, self.responses),
                 decisions=self.decisions,
                 index=self._index_report,
                 pool=self._pool_report,
             )
         )
-        self._public = build_public(self.fleet, self.metrics, self._readiness)
+        self._public = build_public(self.fleet, self.metrics, self._readiness, aliases)
         keys = ClientKeys.load(settings.auth.api_keys_file)
         guard = Guard(self._dispatch, AdminToken(settings.admin.token), keys, settings.admin.port)
         self._front = ErrorBoundary(guard)

@@ -3,23 +3,30 @@
 import time
 import uuid
 
+from gateway.aliases import Aliases
 from gateway.api import parse
 from gateway.breaks import PrefixBreaks
 from gateway.decisions import DecisionRecord
 from gateway.router import Router
+from gateway.stored import StoredResponses
 
 
 class Explainer:
     """Takes no lease, counts nothing, records nothing."""
 
-    def __init__(self, router: Router, breaks: PrefixBreaks) -> None:
+    def __init__(
+        self, router: Router, breaks: PrefixBreaks, aliases: Aliases, responses: StoredResponses
+    ) -> None:
         self._router = router
         self._breaks = breaks
+        self._aliases = aliases
+        self._responses = responses
 
     async def explain(self, path: str, body: bytes) -> DecisionRecord:
         """The decision for `body` posted to `path` now. Raises errors.ApiError."""
-        parsed = parse("POST", path, body)
-        sight = await self._router.look(parsed, path, body)
+        parsed, body = self._aliases.resolved(parse("POST", path, body), body, b"")
+        only = await self._responses.find(parsed.response_id) if parsed.response_id else ""
+        sight = await self._router.look(parsed, path, body, only)
         return DecisionRecord(
             f"explain-{uuid.uuid4().hex}",
             time.time(),

@@ -6,12 +6,15 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from gateway import errors
+from gateway.aliases import Aliases
 from gateway.health import Readiness
 from gateway.metrics import Metrics
 from workers.fleet import Fleet
 
 
-def build_public(fleet: Fleet, metrics: Metrics, readiness: Callable[[], Readiness]) -> FastAPI:
+def build_public(
+    fleet: Fleet, metrics: Metrics, readiness: Callable[[], Readiness], aliases: Aliases
+) -> FastAPI:
     """The ASGI app for every path that neither admin nor a worker answers."""
     app = FastAPI(title="Moongate", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(app)
@@ -33,11 +36,11 @@ def build_public(fleet: Fleet, metrics: Metrics, readiness: Callable[[], Readine
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": list(model_entries(fleet).values())}
+        return {"object": "list", "data": list(model_entries(fleet, aliases).values())}
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
-        entry = model_entries(fleet).get(model)
+        entry = model_entries(fleet, aliases).get(model)
         if entry is None:
             raise errors.ModelNotFound(f"the model {model[:200]!r} does not exist", param="model")
         return entry
@@ -46,11 +49,11 @@ def build_public(fleet: Fleet, metrics: Metrics, readiness: Callable[[], Readine
     return app
 
 
-def model_entries(fleet: Fleet) -> dict[str, dict[str, Any]]:
-    """The union of what workers that are up serve, each entry as its worker wrote it."""
+def model_entries(fleet: Fleet, aliases: Aliases) -> dict[str, dict[str, Any]]:
+    """The union of what workers that are up serve, each entry as its worker wrote it, and its aliases."""
     entries: dict[str, dict[str, Any]] = {}
     for worker in fleet.workers():
         if worker.state == "up":
             for card in worker.models:
                 entries.setdefault(card.id, dict(card.entry))
-    return entries
+    return entries | dict(aliases.entries(entries))

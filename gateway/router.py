@@ -30,13 +30,18 @@ _ANNOUNCED_AFTER_S = 0.5
 # Only a turn that goes on from an answer so fresh waits, and at most for this long.
 _ANSWER_LAG_S = 0.02
 _ANSWERS = 256
-_IN_WORDS = {"failed": "failed at this turn", "starting": "not up yet"}
+_IN_WORDS = {
+    "elsewhere": "without the response it goes on from",
+    "failed": "failed at this turn",
+    "starting": "not up yet",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
     """What is known of a turn before it is placed; made once, used again when it must be placed anew.
 
+    only: the one worker that can answer this turn, "" if any can.
     reads_cache: whether the engine looks for cached blocks at all for this request.
     local_blocks: leading blocks held per target. pool: leading blocks readable from the pool.
     draw: this turn's number for ties. seconds: how long it took to find all this out; pool_seconds: of these
@@ -51,6 +56,7 @@ class Sight:
     draw: float
     seconds: float
     pool_seconds: float | None
+    only: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -100,8 +106,11 @@ class Router:
         self._computed = Placements(ttl_s=_ANNOUNCED_AFTER_S)
         self._ended: deque[tuple[float, int, int]] = deque(maxlen=_ANSWERS)
 
-    async def look(self, parsed: ParsedTurn, path: str, body: bytes) -> Sight:
-        """Find out what is known of the turn's prompt. Never raises: what can't be known is left out."""
+    async def look(self, parsed: ParsedTurn, path: str, body: bytes, only: str = "") -> Sight:
+        """Find out what is known of the turn's prompt. Never raises: what can't be known is left out.
+
+        only: the worker that holds what the turn goes on from, if there is such.
+        """
         started = time.perf_counter()
         understood = await self._prompts.understand(parsed, path, body)
         local: dict[str, int] = {}
@@ -118,7 +127,9 @@ class Router:
             local |= self._computed.extend(chain.keys, local, time.monotonic())
         seconds = time.perf_counter() - started
         draw = self._draws.random()
-        return Sight(parsed.model, parsed.reads_cache, understood, local, pool, draw, seconds, pool_seconds)
+        return Sight(
+            parsed.model, parsed.reads_cache, understood, local, pool, draw, seconds, pool_seconds, only
+        )
 
     def computed(self, sight: Sight, target: Target) -> None:
         """`target` answers this turn, so it holds the prompt's blocks, also before its events say so.
@@ -174,7 +185,9 @@ class Router:
         load = self._fleet.leases.load(target.name)
         excluded = (
             (worker.state if worker.state != "up" else "")
-            or ("cordoned" if worker.cordoned else "")
+            or ("elsewhere" if sight.only and sight.only != worker.name else "")
+            # A cordon keeps new work away; what only this worker can answer is none.
+            or ("cordoned" if worker.cordoned and not sight.only else "")
             or ("model" if sight.model and not worker.card(sight.model) else "")
             or ("failed" if worker.name in failed else "")
         )

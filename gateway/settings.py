@@ -70,7 +70,21 @@ def load(file: Path | None, env: Mapping[str, str], flags: Mapping[str, Any]) ->
     merged: Table = {}
     for layer in layers:
         _merge(merged, layer)
-    return _convert(merged, Settings, "settings")
+    settings = _convert(merged, Settings, "settings")
+    _refuse_shared_aliases(settings.models)
+    return settings
+
+
+def _refuse_shared_aliases(models: Mapping[str, ModelSettings]) -> None:
+    """A name must mean one model."""
+    names = {name: name for name in models}
+    for model, own in models.items():
+        for alias in own.aliases:
+            if alias in names:
+                raise SettingsError(
+                    f"models.{model}.aliases: {alias!r} is a name of {names[alias]!r} already"
+                )
+            names[alias] = model
 
 
 def render(settings: Settings) -> str:

@@ -94,6 +94,7 @@ class ModelSettings(Section, frozen=True):
         str, Meta(description="The workers' PYTHONHASHSEED text; auto: found from their events.")
     ] = "auto"
     block_size: Annotated[Count, Meta(description="Tokens in a KV block; 0: as the worker reports it.")] = 0
+    aliases: Annotated[list[str], Meta(description="Other names that clients may call this model by.")] = []
     cache_prefix: Annotated[
         str, Meta(description="The store connector's `cache_prefix` of this model's pool keys.")
     ] = ""
@@ -173,6 +174,12 @@ class Limits(Section, frozen=True):
     tries: Annotated[
         int, Meta(ge=1, description="Workers tried for one turn before anything was answered.")
     ] = 3
+    stored_responses: Annotated[
+        int, Meta(ge=1, description="Stored responses whose worker is remembered; the oldest go first.")
+    ] = 65_536
+    stored_responses_s: Annotated[
+        float, Meta(gt=0, description="Seconds for which a stored response that nobody uses is remembered.")
+    ] = 86_400.0
 
 
 class Settings(Section, frozen=True):

@@ -7,7 +7,8 @@ import time
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from gateway import errors
+from gateway import errors, stored
+from gateway.aliases import Aliases
 from gateway.api import ParsedTurn, is_event_stream, parse
 from gateway.breaks import PrefixBreaks
 from gateway.decisions import DecisionLog, DecisionRecord, Outcome, OutcomeKind
@@ -18,6 +19,7 @@ from gateway.metrics import Metrics
 from gateway.parity import Parity
 from gateway.router import Placement, Router, Sight
 from gateway.settings import Limits
+from gateway.stored import StoredResponses
 from gateway.tokens_in import with_tokens
 from gateway.transport import Transport, UpstreamError, UpstreamResponse
 from gateway.usage import AnswerTail, parse_usage
@@ -66,6 +68,8 @@ class TurnApp:
         parity: Parity,
         forward_tokens: bool,
         breaks: PrefixBreaks,
+        aliases: Aliases,
+        responses: StoredResponses,
     ) -> None:
         self._router = router
         self._transport = transport
@@ -79,13 +83,17 @@ class TurnApp:
         self._parity = parity
         self._forward_tokens = forward_tokens
         self._breaks = breaks
+        self._aliases = aliases
+        self._stored = responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         turn = TurnState(exchange, self._debug_headers or scope.get("state", {}).get("caller") == "admin")
         try:
             body = await exchange.read_body(self._limits.max_body_bytes)
-            turn.parsed = parse(exchange.method, exchange.path, body)
+            content_type = exchange.header(b"content-type") or b""
+            parsed = parse(exchange.method, exchange.path, body, content_type)
+            turn.parsed, body = self._aliases.resolved(parsed, body, content_type)
             async with exchange.connected(), asyncio.timeout(self._total_s or None):
                 await self._serve(turn, turn.parsed, body)
         except ClientGone:
@@ -104,7 +112,8 @@ class TurnApp:
         """Place the turn and pass the answer back; other workers are tried until the first byte went out."""
         if parsed.model and self._fleet.knows_models() and not self._fleet.serves(parsed.model):
             raise errors.ModelNotFound(f"the model {parsed.model[:200]!r} does not exist", param="model")
-        turn.sight = await self._router.look(parsed, turn.exchange.path, body)
+        only = await self._stored.find(parsed.response_id) if parsed.response_id else ""
+        turn.sight = await self._router.look(parsed, turn.exchange.path, body, only)
         if turn.sight.pool_seconds is not None:
             self._metrics.pool_lookup(turn.sight.pool_seconds)
         exchange = turn.exchange
@@ -176,6 +185,8 @@ class TurnApp:
         exchange = turn.exchange
         turn.status = response.status
         events = is_event_stream(response.headers)
+        makes = response.status == 200 and exchange.path == stored.PATH
+        learner = self._stored.learner(placement.target.worker.name) if makes else None
         own = self._own_headers(turn, placement)
         await exchange.start(response.status, for_client(response.headers, own))
         try:
@@ -186,6 +197,8 @@ class TurnApp:
                         placement.lease.first_token()
                         if response.status == 200 and turn.sight is not None:
                             self._router.computed(turn.sight, placement.target)
+                    if learner is not None and learner.feed(chunk):
+                        learner = None
                     turn.tail.feed(chunk)
                     await exchange.send(chunk)
         except UpstreamError as error:

@@ -48,14 +48,15 @@ def parse_usage(tail: bytes) -> Usage | None:
 
 
 def _usage(fields: dict[str, Any]) -> Usage | None:
-    """From the fields of any API; only messages counts the cached tokens apart from the others."""
+    """From the fields of any API; only messages counts what was read and what was cached apart."""
     read = _count(fields.get("cache_read_input_tokens"))
+    created = _count(fields.get("cache_creation_input_tokens")) or 0
     for prompt, details in _FIELDS:
         tokens = _count(fields.get(prompt))
         if tokens is None:
             continue
         if read is not None:
-            return Usage(tokens + read, read)
+            return Usage(tokens + read + created, read)
         more = fields.get(details)
         cached = _count(cast(dict[str, Any], more).get("cached_tokens")) if isinstance(more, dict) else None
         return Usage(tokens, cached)
