@@ -1,0 +1,244 @@
+"""What targets have been given to do: the load that policies weigh, and the work that rates are learned from.
+
+The same book is kept by the gateway, in real time, and by the replay, in virtual time.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from policies.cost import STEP_TOKENS
+from policies.rates import Learner, Work, common, work_of
+from policies.types import BELIEVED, Candidate, Rates, Turn
+
+# An agent's turns come every 10 to 60 s: what a target did within some turns is a guess at what is to come.
+HALF_LIFE_S: Final = 60.0
+# Where turns never stop queueing, so many of them make a sample; each alone would be off by how they overlap.
+_SAMPLE_TURNS: Final = 8
+
+# What is believed of new targets is worked out anew no more often.
+_BELIEVED_S: Final = 10.0
+
+
+class Load(msgspec.Struct, frozen=True, gc=False):
+    """The fields of a Candidate that are the ledger's to fill."""
+
+    queued_tokens: int = 0
+    queued_context: float = 0.0
+    queued_own_tokens: int = 0
+    queued_remote_tokens: int = 0
+    queued_turns: int = 0
+    head_tokens: int = 0
+    head_s: float = 0.0
+    inflight: int = 0
+    recent_tokens: float = 0.0
+
+
+class Ticket:
+    """One turn on one target, from the decision to its end."""
+
+    __slots__ = ("_book", "clean", "done_by", "streams", "work")
+
+    def __init__(self, book: "_Book", work: Work, streams: bool, clean: bool, done_by: float) -> None:
+        self._book: _Book | None = book
+        self.work = work
+        self.streams = streams
+        self.clean = clean
+        self.done_by = done_by
+
+    def over(self, now: float) -> bool:
+        """Its prefill must be: an answer in one piece says so only at its end."""
+        return not self.streams and now > self.done_by
+
+    def first_token(self, now: float, *, answered: bool = True) -> None:
+        """Its prefill is over. `answered`: by a token, so that the time says something."""
+        if self._book is not None:
+            self._book.first_token(self, now, answered)
+
+    def ended(self, now: float) -> None:
+        """However it ended; any number of times."""
+        book, self._book = self._book, None
+        if book is not None:
+            book.ended(self, now)
+
+
+class _Book:
+    """One target's page."""
+
+    __slots__ = (
+        "done",
+        "group",
+        "head_since",
+        "inflight",
+        "learner",
+        "queued",
+        "recent",
+        "recent_at",
+        "since",
+    )
+
+    def __init__(self, group: str, learner: Learner) -> None:
+        self.group = group
+        self.learner = learner
+        self.inflight = 0
+        self.queued: dict[Ticket, None] = {}
+        self.recent = 0.0
+        self.recent_at = 0.0
+        # Since when the work in `done` was being done; None while nothing tells how long it took.
+        self.since: float | None = None
+        self.done = Work()
+        self.head_since = 0.0
+
+    def sent(self, ticket: Ticket, now: float) -> None:
+        self.recent = self.recent_now(now) + ticket.work.tokens
+        self.recent_at = now
+        self.inflight += 1
+        if not self.queued:
+            self.since, self.done, self.head_since = now, Work(), now
+        if not ticket.clean:
+            self.since = None
+        self.queued[ticket] = None
+
+    def first_token(self, ticket: Ticket, now: float, answered: bool) -> None:
+        if ticket not in self.queued:
+            return
+        self._leave(ticket, now)
+        if not (answered and ticket.clean):
+            self.since = None
+        if self.since is not None:
+            self.done += ticket.work
+            if self.queued and self.done.turns < _SAMPLE_TURNS:
+                return
+            self.learner.learn(self.done, now - self.since, now)
+        # Prompts are computed one after the other: now the next one's turn has come.
+        clear = answered and all(t.clean or t.over(now) for t in self.queued)
+        self.since, self.done = (now if clear else None), Work()
+
+    def ended(self, ticket: Ticket, now: float) -> None:
+        self.inflight -= 1
+        if ticket in self.queued:
+            # How much of it was done nobody knows.
+            self._leave(ticket, now)
+            self.since = None
+
+    def _leave(self, ticket: Ticket, now: float) -> None:
+        del self.queued[ticket]
+        self.head_since = now
+
+    def recent_now(self, now: float) -> float:
+        if not self.recent:
+            return 0.0
+        return self.recent * math.exp2((self.recent_at - now) / HALF_LIFE_S)
+
+    def load(self, now: float) -> Load:
+        recent = self.recent_now(now)
+        if not self.queued:
+            return Load(inflight=self.inflight, recent_tokens=recent)
+        tokens = context = own = remote = 0.0
+        turns = head = 0
+        for ticket in self.queued:
+            if ticket.over(now):
+                continue
+            work = ticket.work
+            tokens += work.tokens
+            context += work.context
+            own += work.own
+            remote += work.remote
+            if not turns:
+                head = work.tokens
+            turns += 1
+        return Load(
+            int(tokens),
+            context,
+            int(own),
+            int(remote),
+            turns,
+            int(head),
+            max(0.0, now - self.head_since),
+            self.inflight,
+            recent,
+        )
+
+
+_NOTHING = Load()
+
+
+class Ledger:
+    """One page for each target. Time is passed in, in seconds of any clock that does not go back."""
+
+    def __init__(self, prior: Rates = BELIEVED) -> None:
+        self._prior = prior
+        self._books: dict[str, _Book] = {}
+        self._believed: dict[str, tuple[float, Rates]] = {}
+
+    def load(self, target: str, now: float) -> Load:
+        book = self._books.get(target)
+        return _NOTHING if book is None else book.load(now)
+
+    def rates(self, target: str, now: float, group: str = "") -> Rates:
+        """`group`: targets of one group are taken to be alike until measured. Usually the model."""
+        book = self._books.get(target)
+        return self._common(group, now) if book is None else book.learner.rates
+
+    def samples(self, target: str) -> int:
+        book = self._books.get(target)
+        return 0 if book is None else book.learner.samples
+
+    def sent(
+        self,
+        turn: Turn,
+        chosen: Candidate,
+        now: float,
+        *,
+        group: str = "",
+        streams: bool = True,
+        guess: int = 0,
+    ) -> Ticket:
+        """`turn` goes to `chosen` now.
+
+        streams: whether its answer comes token by token. guess: the size of a prompt that is not known.
+        """
+        book = self._books.get(chosen.target)
+        if book is None:
+            book = self._books[chosen.target] = _Book(group, Learner(self._common(group, now)))
+        known = turn.prompt_tokens > 0
+        work = work_of(turn, chosen, STEP_TOKENS) if known else Work(tokens=guess, turns=1.0)
+        # Nothing is learned of a guess, of a head that is only coming, nor behind what others sent. What
+        # the worker reports is a little old: turns of ours may have been waiting then.
+        clean = (
+            known
+            and streams
+            and chosen.coming_tokens <= chosen.cached_tokens
+            and chosen.waiting <= chosen.inflight + 1
+        )
+        seconds = _seconds(work, book.learner.rates)
+        last = max((ticket.done_by for ticket in book.queued), default=now)
+        ticket = Ticket(book, work, streams, clean, max(now, last) + 1.5 * seconds)
+        book.sent(ticket, now)
+        return ticket
+
+    def forget(self, target: str) -> None:
+        """It is gone, or another process: what it did and how fast is void. Open tickets end harmlessly."""
+        self._books.pop(target, None)
+
+    def targets(self) -> Iterable[str]:
+        return self._books.keys()
+
+    def _common(self, group: str, now: float) -> Rates:
+        found = self._believed.get(group)
+        if found is None or now - found[0] > _BELIEVED_S:
+            alike = (b.learner.rates for b in self._books.values() if b.group == group)
+            found = self._believed[group] = now, common(self._prior, alike)
+        return found[1]
+
+
+def _seconds(work: Work, rates: Rates) -> float:
+    return (
+        work.tokens * rates.prefill_s
+        + work.context * rates.growth_s
+        + work.own * rates.own_s
+        + work.remote * rates.remote_s
+        + rates.first_s
+    )

@@ -1,0 +1,219 @@
+"""Rates are learned from turns on the engine model, in virtual time, through the ledger."""
+
+from random import Random
+
+import pytest
+
+from policies.ledger import Ledger
+from policies.rates import Learner, Priors, Work, common
+from policies.types import BELIEVED, Candidate, Rates, Turn
+from workers.sim.engine import Engine, Limits, Started
+from workers.sim.engine import Rates as EngineRates
+from workers.sim.engine import Turn as EngineTurn
+
+SLOW = EngineRates(prefill_tok_s=5_000.0, step_s=0.007, decode_seq_s=0.0)
+LIMITS = Limits(blocks=100_000, block_size=16)
+
+
+class Worker:
+    """The engine model with a ledger beside it, one turn after another or several at once."""
+
+    def __init__(self, rates: EngineRates) -> None:
+        self.engine = Engine(LIMITS, rates)
+        self.ledger = Ledger()
+        self.now = 100.0
+        self.numbers = iter(range(0, 10**9, 10_000))
+
+    def turns(self, *sizes: int) -> None:
+        """All sent at once; returns when each has its first token."""
+        tickets = {}
+        for size in sizes:
+            turn = Turn(size, 0.0)
+            load = self.ledger.load("w", self.now)
+            chosen = Candidate("w", inflight=load.inflight, queued_turns=load.queued_turns)
+            tickets[size] = self.ledger.sent(turn, chosen, self.now)
+            first = next(self.numbers)
+            chain = range(first, first + size // 16 + 2)
+            self.engine.advance(self.now)
+            self.engine.submit(EngineTurn(chain, size, 1, owner=size), self.now)
+        while tickets:
+            self.now = self.engine.next_at()
+            for effect in self.engine.advance(self.now):
+                if isinstance(effect, Started):
+                    ticket = tickets.pop(effect.turn.owner)
+                    ticket.first_token(self.now)
+                    ticket.ended(self.now)
+        self.now += 1.0
+
+    @property
+    def rates(self) -> Rates:
+        return self.ledger.rates("w", self.now)
+
+
+def seconds(rates: Rates, tokens: int) -> float:
+    return tokens * rates.prefill_s + tokens * tokens / 2 * rates.growth_s + rates.first_s
+
+
+def true_seconds(rates: EngineRates, tokens: int) -> float:
+    return tokens / rates.prefill_tok_s + rates.step_s * -(-tokens // LIMITS.step_tokens)
+
+
+def test_a_workers_prefill_is_known_after_a_few_turns() -> None:
+    worker, random = Worker(SLOW), Random(1)
+    assert worker.rates == BELIEVED
+    for _ in range(12):
+        worker.turns(random.randint(500, 9000))
+    assert seconds(worker.rates, 4000) == pytest.approx(true_seconds(SLOW, 4000), rel=0.1)
+    assert worker.rates.confidence[0] > 0.9
+    assert worker.rates.confidence[2] == 0.0
+    assert worker.rates.own_s == BELIEVED.own_s
+
+
+def test_turns_that_queue_behind_each_other_teach_the_same() -> None:
+    worker, random = Worker(SLOW), Random(2)
+    for _ in range(10):
+        worker.turns(*{random.randint(500, 9000) for _ in range(random.randint(2, 20))})
+    assert seconds(worker.rates, 4000) == pytest.approx(true_seconds(SLOW, 4000), rel=0.15)
+
+
+@pytest.mark.parametrize("before", [20, 300])
+def test_a_worker_that_slows_to_a_third_is_seen_within_20_turns(before: int) -> None:
+    worker, random = Worker(SLOW), Random(3)
+    for _ in range(before):
+        worker.turns(random.randint(300, 6000))
+    slower = EngineRates(SLOW.prefill_tok_s / 3, SLOW.step_s, 0.0)
+    worker.engine.rates = slower
+    for _ in range(20):
+        worker.turns(random.randint(300, 6000))
+    assert seconds(worker.rates, 4000) == pytest.approx(true_seconds(slower, 4000), rel=0.15)
+
+
+def test_one_turn_that_took_long_changes_little() -> None:
+    learner, random = Learner(), Random(4)
+    for i in range(20):
+        tokens = random.randint(500, 9000)
+        learner.learn(Work(tokens, tokens * tokens / 2, turns=1), 0.01 + tokens * 1e-4, float(i))
+    before = learner.rates.prefill_s
+    learner.learn(Work(2000, 2e6, turns=1), 30.0, 21.0)
+    assert learner.rates.prefill_s == before
+
+
+def test_growth_with_context_and_pulls_by_source_are_told_apart() -> None:
+    learner, random = Learner(), Random(5)
+    true = Rates(1e-4, 2e-9, 3e-5, 9e-5, 0.03, 0.0)
+    for i in range(200):
+        prompt = random.randint(5_000, 90_000)
+        computed = random.randint(200, 4000)
+        own = random.choice([0, random.randint(0, prompt - computed)])
+        remote = random.choice([0, prompt - computed - own])
+        work = Work(computed, computed * (prompt - computed / 2), own, remote, 1.0, 0.0)
+        exact = (
+            computed * true.prefill_s
+            + work.context * true.growth_s
+            + own * true.own_s
+            + remote * true.remote_s
+            + true.first_s
+        )
+        learner.learn(work, exact * random.uniform(0.95, 1.05), float(i))
+    learned = learner.rates
+    assert learned.own_s == pytest.approx(true.own_s, rel=0.15)
+    assert learned.remote_s == pytest.approx(true.remote_s, rel=0.15)
+    # Of a token at 50,000 tokens of context: the two are one where contexts differ little.
+    assert learned.prefill_s + 50_000 * learned.growth_s == pytest.approx(2e-4, rel=0.2)
+
+
+def test_what_is_not_measured_is_not_forgotten() -> None:
+    learner = Learner()
+    for i in range(30):
+        learner.learn(Work(100, 5000, 0, 50_000, 1), 5.0, float(i))
+    pulled = learner.rates
+    for i in range(200):
+        learner.learn(Work(3000, 4.5e6, 0, 0, 1), 0.2, 30.0 + i)
+    assert learner.rates.remote_s == pytest.approx(pulled.remote_s, rel=0.02)
+    assert learner.rates.confidence[3] > 0.5
+
+
+def test_rates_are_never_negative() -> None:
+    learner, random = Learner(), Random(6)
+    for i in range(300):
+        tokens = random.randint(1, 9000)
+        learner.learn(Work(tokens, tokens * random.random() * 1e5, turns=1), random.expovariate(5), float(i))
+        assert min(learner.rates.prefill_s, learner.rates.growth_s, learner.rates.first_s) >= 0
+        assert learner.rates.prefill_s > 0
+
+
+def test_a_new_target_is_taken_to_be_like_the_measured_ones_of_its_model() -> None:
+    measured = Rates(prefill_s=3e-4, confidence=(0.9, 0.1, 0, 0, 0, 0))
+    assert common(BELIEVED, [measured]).prefill_s == 3e-4
+    assert common(BELIEVED, [measured]).growth_s == BELIEVED.growth_s
+    assert common(BELIEVED, [measured]).confidence == BELIEVED.confidence
+
+
+def test_priors_are_given_in_peoples_units() -> None:
+    rates = Priors(prefill_tokens_per_s=1000, growth_per_1k=0.02, first_step_ms=50).rates()
+    assert (rates.prefill_s, rates.growth_s, rates.first_s) == pytest.approx((1e-3, 2e-8, 0.05))
+
+
+class TestLedger:
+    def test_load_is_charged_at_once_and_returned_whatever_the_end(self) -> None:
+        ledger = Ledger()
+        turn = Turn(1000, 0.0)
+        one = ledger.sent(turn, Candidate("w", local_tokens=200), 0.0)
+        two = ledger.sent(turn, Candidate("w", pool_tokens=600, own_segment_tokens=100), 0.0)
+        load = ledger.load("w", 0.5)
+        assert (load.queued_tokens, load.queued_turns, load.inflight) == (1200, 2, 2)
+        assert (load.queued_own_tokens, load.queued_remote_tokens) == (100, 500)
+        assert (load.head_tokens, load.head_s) == (800, 0.5)
+        one.first_token(1.0)
+        assert ledger.load("w", 1.5).head_tokens == 400
+        assert ledger.load("w", 1.5).head_s == 0.5
+        two.ended(2.0)
+        two.ended(2.0)
+        one.ended(2.0)
+        load = ledger.load("w", 2.0)
+        assert (load.queued_tokens, load.queued_turns, load.inflight) == (0, 0, 0)
+
+    def test_recent_work_stays_when_nothing_is_in_flight_and_fades(self) -> None:
+        ledger = Ledger()
+        ledger.sent(Turn(1000, 0.0), Candidate("w"), 0.0).ended(1.0)
+        assert ledger.load("w", 60.0).recent_tokens == pytest.approx(500)
+        assert ledger.load("w", 120.0).recent_tokens == pytest.approx(250)
+
+    def test_b021_a_prompt_that_is_not_known_is_load_all_the_same(self) -> None:
+        ledger = Ledger()
+        ledger.sent(Turn(0, 0.0), Candidate("w"), 0.0, guess=300)
+        assert ledger.load("w", 0.0).queued_tokens == 300
+
+    def test_an_answer_in_one_piece_is_not_taken_for_a_queue_as_long_as_it_decodes(self) -> None:
+        ledger = Ledger()
+        ledger.sent(Turn(1000, 0.0), Candidate("w"), 0.0, streams=False)
+        assert ledger.load("w", 0.01).queued_tokens == 1000
+        assert ledger.load("w", 5.0).queued_tokens == 0
+        assert ledger.load("w", 5.0).inflight == 1
+
+    def test_nothing_is_learned_where_nobody_knows_how_long_the_work_took(self) -> None:
+        ledger = Ledger()
+        ledger.sent(Turn(1000, 0.0), Candidate("w"), 0.0).ended(1.0)  # cancelled
+        ledger.sent(Turn(1000, 0.0), Candidate("w"), 2.0).first_token(3.0, answered=False)  # refused
+        ledger.sent(Turn(0, 0.0), Candidate("w"), 4.0, guess=10).first_token(5.0)  # prompt not known
+        ledger.sent(Turn(9, 0.0), Candidate("w", waiting=9.0), 6.0).first_token(7.0)  # others before it
+        assert ledger.samples("w") == 0
+
+    def test_after_that_learning_goes_on_with_the_next_clean_turn(self) -> None:
+        ledger = Ledger()
+        gone = ledger.sent(Turn(1000, 0.0), Candidate("w"), 0.0)
+        tickets = [ledger.sent(Turn(1000, 0.0), Candidate("w"), 0.1) for _ in range(3)]
+        gone.ended(0.5)
+        for i, ticket in enumerate(tickets):
+            ticket.first_token(1.0 + i)
+        assert ledger.samples("w") == 1
+        assert ledger.rates("w", 3.0).prefill_s > 5e-4
+
+    def test_a_target_that_is_forgotten_starts_anew_and_old_tickets_do_no_harm(self) -> None:
+        ledger = Ledger()
+        old = ledger.sent(Turn(1000, 0.0), Candidate("w"), 0.0)
+        ledger.forget("w")
+        assert ledger.load("w", 0.0).inflight == 0
+        old.first_token(1.0)
+        old.ended(1.0)
+        assert ledger.load("w", 1.0).inflight == 0
