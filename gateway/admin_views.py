@@ -1,5 +1,6 @@
 """What the admin API answers with: documented models, and how they are read off the gateway's own values."""
 
+import time
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -48,6 +49,8 @@ class WorkerView(Answer):
     state: str = Field(description="starting, up or down.")
     reason: str = Field(description="Why it is not up.")
     cordoned: bool = Field(description="A cordoned worker gets no new turns.")
+    breaker: str = Field(description="closed; open: it failed turns in a row and gets none; half-open.")
+    failures: int = Field(description="Turns failed since the last that ended well.")
     models: list[ServedModel]
     targets: list[TargetView] = Field(description="The worker, or one entry per data-parallel rank.")
     running: float = Field(description="Requests the engine runs, as it last said.")
@@ -74,6 +77,8 @@ class WorkerView(Answer):
             state=worker.state,
             reason=worker.reason,
             cordoned=worker.cordoned,
+            breaker=worker.breaker.state(time.monotonic()),
+            failures=worker.breaker.failures,
             models=[
                 ServedModel(id=c.id, root=c.root, parent=c.parent, max_model_len=c.max_model_len)
                 for c in worker.models
@@ -100,7 +105,9 @@ class WorkersAnswer(Answer):
 
 class CandidateView(Answer):
     target: str
-    excluded: str = Field(description="Why it may not be chosen: down, starting, cordoned, model, failed.")
+    excluded: str = Field(
+        description="Why it may not be chosen: down, starting, cordoned, model, failed, breaker, ramp."
+    )
     local_tokens: int = Field(description="Leading tokens in its own cache.")
     pool_tokens: int = Field(description="Leading tokens readable from the pool.")
     own_segment_tokens: int = Field(

@@ -38,6 +38,7 @@ class ParsedTurn:
     response_id: the stored response that it goes on from or asks about, "" if none.
     reads_cache: whether the engine looks for cached blocks (with prompt_logprobs, for one, it does not).
     one_sequence: whether the answer's usage speaks of one prompt and one sequence only.
+    stream: whether the answer is asked for as an event stream.
     """
 
     api: Api
@@ -48,6 +49,7 @@ class ParsedTurn:
     response_id: str = ""
     reads_cache: bool = True
     one_sequence: bool = True
+    stream: bool = False
 
     def complete(self, tail: AnswerTail) -> bool:
         """Whether an event stream that ended did so in its API's own way."""
@@ -201,6 +203,7 @@ def _chat(body: bytes) -> ParsedTurn:
         session=_session(head) if isinstance(head, _ChatTurn) else "",
         reads_cache=head.prompt_logprobs is None and not head.echo,
         one_sequence=(head.n or 1) == 1,
+        stream=bool(head.stream),
     )
 
 
@@ -220,6 +223,7 @@ def _completion(body: bytes) -> ParsedTurn:
         session=_session(head),
         reads_cache=head.prompt_logprobs is None and not (head.echo and head.logprobs is not None),
         one_sequence=single,
+        stream=bool(head.stream),
     )
 
 
@@ -243,10 +247,17 @@ def _whole(
     except _UNREADABLE:
         head = _decode(body, least)
         _refuse_transfer(head.kv_transfer_params)
-        return ParsedTurn(api, head.model, unknown="invalid")
+        return ParsedTurn(api, head.model, unknown="invalid", stream=bool(head.stream))
     _refuse_transfer(turn.kv_transfer_params)
     earlier = turn.previous_response_id if isinstance(turn, _ResponsesTurn) else None
-    return ParsedTurn(api, turn.model, turn, session=_session(turn), response_id=earlier or "")
+    return ParsedTurn(
+        api,
+        turn.model,
+        turn,
+        session=_session(turn),
+        response_id=earlier or "",
+        stream=bool(turn.stream),
+    )
 
 
 def _session(body: "_ChatTurn | _Completion | _MessagesTurn | _ResponsesTurn") -> str:

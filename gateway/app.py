@@ -32,6 +32,7 @@ from policies import registry
 from store.knowledge import Knowledge
 from store.pool import PoolView
 from store.streams import EventStreams
+from workers.breaker import BreakerOptions
 from workers.fleet import Fleet
 from workers.probe import Probe
 
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 # As the metric index_trust shows it: exact knowledge, some, none.
 _TRUST = {"exact": 1.0, "catching-up": 0.5, "degraded": 0.0}
+_BREAKER = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 _TURN_PREFIXES = ("/v1/", "/inference/", "/pooling")
 _TURN_PATHS = frozenset("/tokenize /detokenize /classify /score /rerank /v2/rerank /v2/embed".split())
 
@@ -55,7 +57,11 @@ class Gateway:
         self._settings = settings
         self._ending = False
         mooncake, timeouts = settings.mooncake, settings.timeouts
-        self.fleet = Fleet(settings.workers.segments)
+        self.fleet = Fleet(
+            settings.workers.segments,
+            breaker=BreakerOptions(settings.workers.breaker_failures, settings.workers.breaker_open_s),
+            ramp_s=settings.workers.ramp_s,
+        )
         self.decisions = DecisionLog()
         self.pool = (
             PoolView(mooncake.master, http_port=mooncake.http_port, budget_s=mooncake.budget_ms / 1e3)
@@ -89,9 +95,7 @@ class Gateway:
         )
         self.fleet.listen(Links(self.streams, self.knowledge, self.prompts, self.snapshots).follow)
         self.transport = AiohttpTransport(
-            connect_s=timeouts.connect_s,
-            first_byte_s=timeouts.first_byte_s,
-            between_chunks_s=timeouts.between_chunks_s,
+            connect_s=timeouts.connect_s, between_chunks_s=timeouts.between_chunks_s
         )
         router = Router(
             fleet=self.fleet,
@@ -115,7 +119,7 @@ class Gateway:
             metrics=self.metrics,
             decisions=self.decisions,
             limits=settings.limits,
-            total_s=timeouts.total_s,
+            timeouts=timeouts,
             worker_key=settings.workers.api_key,
             debug_headers=settings.routing.headers == "debug",
             parity=self.prompts.parity,
@@ -124,6 +128,7 @@ class Gateway:
             aliases=aliases,
             responses=self.responses,
         )
+        self.fleet.listen(self._turns.patience.follow)
         self._admin = build_admin(
             AdminParts(
                 settings=settings,
@@ -202,6 +207,7 @@ class Gateway:
                     worker.state == "up",
                     sum(self.fleet.leases.load(t.name).inflight for t in worker.targets),
                     min(_TRUST.get(states.get(t.name, ""), 0.0) for t in worker.targets),
+                    _BREAKER[self.fleet.breaker_state(worker)],
                 )
                 for worker in self.fleet.workers()
             ],

@@ -27,12 +27,16 @@ _ERROR_TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """One registered worker now. trust: 1 its index is exact, 0 it isn't believed, between: catching up."""
+    """One registered worker now.
+
+    trust: 1 its index is exact, 0 it isn't believed, between: catching up. breaker: 1 open, 0.5 half-open.
+    """
 
     name: str
     up: bool
     inflight: int
     trust: float
+    breaker: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +258,13 @@ class _StateCollector(Collector):
             "1: the index of the worker's cache is exact; 0: unknown.",
             labels=["worker"],
         )
+        breaker = GaugeMetricFamily(
+            "moongate_worker_breaker",
+            "1: the worker failed turns in a row and gets none; 0.5: one is tried; 0: all is well.",
+            labels=["worker"],
+        )
         for worker in snapshot.workers:
+            breaker.add_metric([worker.name], worker.breaker)
             up.add_metric([worker.name], float(worker.up))
             inflight.add_metric([worker.name], worker.inflight)
             trust.add_metric([worker.name], worker.trust)
@@ -270,4 +280,4 @@ class _StateCollector(Collector):
             "moongate_index_snapshot_failures", "Snapshots of the index that could not be written."
         )
         failures.add_metric([], snapshot.index_file_failures)
-        yield from (up, inflight, trust, blocks, degraded, age, failures)
+        yield from (up, inflight, breaker, trust, blocks, degraded, age, failures)

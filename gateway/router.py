@@ -3,12 +3,13 @@
 import asyncio
 import random
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from gateway.api import ParsedTurn
+from gateway.eligibility import eased, why_nobody, why_not
 from gateway.errors import NoWorker
 from gateway.prompts import ModelPrompts, Understood
 from policies.types import Candidate, Decision, Policy, Turn
@@ -30,11 +31,6 @@ _ANNOUNCED_AFTER_S = 0.5
 # Only a turn that goes on from an answer so fresh waits, and at most for this long.
 _ANSWER_LAG_S = 0.02
 _ANSWERS = 256
-_IN_WORDS = {
-    "elsewhere": "without the response it goes on from",
-    "failed": "failed at this turn",
-    "starting": "not up yet",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,30 +163,29 @@ class Router:
         decision = self.decide(sight, failed)
         chosen = decision.chosen
         if decision.target is None or chosen is None:
-            raise NoWorker(_why_nobody(decision.candidates, sight.model), retry_after_s=_RETRY_AFTER_S)
+            raise NoWorker(why_nobody(decision.candidates, sight.model), retry_after_s=_RETRY_AFTER_S)
         self._number += 1
         target = next(t for t in self._fleet.targets() if t.name == decision.target)
+        self._fleet.sent(target.worker)
         lease = self._fleet.leases.take(target.name, max(0, sight.prompt_tokens - chosen.cached_tokens))
         return Placement(decision, target, chosen, lease)
+
+    def without_pool(self, sight: Sight) -> Sight:
+        """For a turn that failed where it was to pull from the pool: placed anew without that credit."""
+        return replace(sight, pool=_NO_POOL)
 
     def can_place(self, sight: Sight, failed: Collection[str]) -> bool:
         return any(not c.excluded for c in self.candidates(sight, failed))
 
     def candidates(self, sight: Sight, failed: Collection[str] = ()) -> list[Candidate]:
         """Every registered target as the policy is to see it."""
-        return [self._candidate(target, sight, failed) for target in self._fleet.targets()]
+        targets = self._fleet.targets()
+        candidates = [self._candidate(target, sight, failed) for target in targets]
+        return eased(candidates, [self._fleet.ramp(target.worker) for target in targets])
 
     def _candidate(self, target: Target, sight: Sight, failed: Collection[str]) -> Candidate:
         worker = target.worker
         load = self._fleet.leases.load(target.name)
-        excluded = (
-            (worker.state if worker.state != "up" else "")
-            or ("elsewhere" if sight.only and sight.only != worker.name else "")
-            # A cordon keeps new work away; what only this worker can answer is none.
-            or ("cordoned" if worker.cordoned and not sight.only else "")
-            or ("model" if sight.model and not worker.card(sight.model) else "")
-            or ("failed" if worker.name in failed else "")
-        )
         local = pool = own = 0
         size, block_size = sight.prompt_tokens, sight.block_size
         if sight.reads_cache and size and block_size:
@@ -201,7 +196,7 @@ class Router:
                 own = min(pool - local, sight.pool.held(worker.segment, held) * block_size)
         return Candidate(
             target.name,
-            excluded,
+            why_not(self._fleet, worker, sight.model, failed, sight.only),
             local_tokens=local,
             pool_tokens=pool,
             own_segment_tokens=own,
@@ -209,15 +204,3 @@ class Router:
             inflight=load.inflight,
             waiting=worker.report.waiting,
         )
-
-
-def _why_nobody(candidates: Sequence[Candidate], model: str) -> str:
-    """Why no candidate may be chosen, by kinds and without names: clients are told this."""
-    if not candidates:
-        return "no worker is registered"
-    counts = Counter(candidate.excluded for candidate in candidates if candidate.excluded != "model")
-    others = sum(candidate.excluded == "model" for candidate in candidates)
-    kinds = [f"{count} {_IN_WORDS.get(why, why)}" for why, count in sorted(counts.items())]
-    if others:
-        kinds.append(f"{others} without the model {model[:200]!r}")
-    return f"no worker can take this turn now: {', '.join(kinds)}"

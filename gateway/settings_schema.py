@@ -73,6 +73,15 @@ class Workers(Section, frozen=True):
         1.0
     )
     health_timeout_s: Annotated[float, Meta(gt=0, description="Seconds a probe may take.")] = 2.0
+    breaker_failures: Annotated[
+        Count, Meta(description="Turns failed in a row after which a worker gets none for a while; 0: never.")
+    ] = 5
+    breaker_open_s: Annotated[
+        float, Meta(gt=0, description="Seconds until such a worker is tried with one turn.")
+    ] = 10.0
+    ramp_s: Annotated[
+        Seconds, Meta(description="Seconds in which a worker that came back gets more and more; 0: at once.")
+    ] = 10.0
     kv_events: Annotated[bool, Meta(description="Follow the workers' KV events.")] = True
     segments: Annotated[
         dict[str, str],
@@ -156,8 +165,15 @@ class Mooncake(Section, frozen=True):
 class Timeouts(Section, frozen=True):
     connect_s: Annotated[float, Meta(gt=0, description="Seconds to connect to a worker.")] = 2.0
     first_byte_s: Annotated[
-        Seconds, Meta(description="Seconds until a worker's answer begins; 0: no limit.")
+        Seconds, Meta(description="Seconds until an answer begins, all tries together; 0: no limit.")
     ] = 300.0
+    failover_s: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds until the headers of a streamed answer come, after which another worker is "
+            "tried if one can take the turn; 0: only workers that miss probes are given up."
+        ),
+    ] = 30.0
     between_chunks_s: Annotated[
         Seconds, Meta(description="Seconds between two chunks of an answer; 0: no limit.")
     ] = 300.0

@@ -5,6 +5,7 @@ aiohttp carries the hot path because it costs a tenth of httpx's CPU per request
 """
 
 import asyncio
+import errno
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
@@ -16,10 +17,15 @@ from gateway.exchange import Headers
 # Shorter than the 5 s after which uvicorn, and so vLLM, closes an idle connection.
 _KEEPALIVE_S = 4.0
 _READ_BUFFER_BYTES = 1 << 16
+# Connecting failed for want of something on this side: no worker is to blame.
+_OUR_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
 
 
 class UpstreamError(Exception):
-    """The worker could not be talked to. `kind` is one of connect, connect_timeout, timeout, reset."""
+    """The worker could not be talked to.
+
+    kind: connect, connect_timeout, timeout, reset, or descriptors: this process has none left.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -47,7 +53,7 @@ class UpstreamResponse(Protocol):
 
 class Transport(Protocol):
     async def open(self, method: str, url: str, headers: Headers, body: bytes) -> UpstreamResponse:
-        """Send a request and wait for the response's head. Raises UpstreamError."""
+        """Send a request and wait for the response's head, as long as it takes. Raises UpstreamError."""
         ...
 
     async def start(self) -> None: ...
@@ -94,9 +100,8 @@ def _text(value: bytes) -> str:
 class AiohttpTransport:
     """Pooled connections to all workers, without limit on their number and without touching bodies."""
 
-    def __init__(self, *, connect_s: float, first_byte_s: float, between_chunks_s: float) -> None:
+    def __init__(self, *, connect_s: float, between_chunks_s: float) -> None:
         self._connect_s = connect_s
-        self._first_byte_s = first_byte_s
         self._between_chunks_s = between_chunks_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -117,20 +122,17 @@ class AiohttpTransport:
         assert self._session is not None
         lines = [(name.decode("latin-1"), _text(value)) for name, value in headers]
         try:
-            async with asyncio.timeout(self._first_byte_s or None):
-                response = await self._session.request(
-                    method,
-                    URL(url, encoded=True),
-                    headers=lines,
-                    data=body or None,
-                    allow_redirects=False,
-                )
+            response = await self._session.request(
+                method,
+                URL(url, encoded=True),
+                headers=lines,
+                data=body or None,
+                allow_redirects=False,
+            )
         except aiohttp.ConnectionTimeoutError:
             raise UpstreamError("connect_timeout") from None
-        except aiohttp.ClientConnectorError:
-            raise UpstreamError("connect") from None
-        except TimeoutError:
-            raise UpstreamError("timeout") from None
+        except aiohttp.ClientConnectorError as error:
+            raise UpstreamError("descriptors" if error.errno in _OUR_OWN else "connect") from None
         except (aiohttp.ClientError, OSError):
             raise UpstreamError("reset") from None
         return AiohttpResponse(response, self._between_chunks_s)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -17,8 +18,9 @@ from gateway.exchange import ClientGone, Exchange, Headers, Receive, Scope, Send
 from gateway.headers import for_client, for_worker
 from gateway.metrics import Metrics
 from gateway.parity import Parity
+from gateway.patience import Patience
 from gateway.router import Placement, Router, Sight
-from gateway.settings import Limits
+from gateway.settings import Limits, Timeouts
 from gateway.stored import StoredResponses
 from gateway.tokens_in import with_tokens
 from gateway.transport import Transport, UpstreamError, UpstreamResponse
@@ -28,14 +30,19 @@ from workers.fleet import Fleet
 logger = logging.getLogger(__name__)
 
 # The worker failed, not the request: another worker may do better.
-_RETRYABLE = frozenset((500, 502, 503, 504))
+_FAILED = frozenset((500, 502, 504))
+# The worker has all it can take, which is no fault: another one may have room.
+_BUSY = frozenset((429, 503))
 # Recorded for a client that left before its answer was complete; nobody is sent it.
 _CLIENT_CLOSED = 499
 
 
 @dataclass(slots=True)
 class TurnState:
-    """What is known of one turn so far; metrics and the decision log read it when the turn ends."""
+    """What is known of one turn so far; metrics and the decision log read it when the turn ends.
+
+    stream: an event stream was begun that can take a last event of ours.
+    """
 
     exchange: Exchange
     debug: bool
@@ -48,6 +55,20 @@ class TurnState:
     status: int = 0
     outcome: OutcomeKind = "error"
     tail: AnswerTail = field(default_factory=AnswerTail)
+    stream: bool = False
+
+
+@dataclass(slots=True)
+class _Tries:
+    """The tries of one turn. until: loop time at which the client's patience ends, None if it never does.
+
+    failed: workers not to be tried again. reset: those that reset a connection once, which is forgiven.
+    """
+
+    left: int
+    until: float | None
+    failed: set[str] = field(default_factory=set[str])
+    reset: set[str] = field(default_factory=set[str])
 
 
 class TurnApp:
@@ -62,7 +83,7 @@ class TurnApp:
         metrics: Metrics,
         decisions: DecisionLog,
         limits: Limits,
-        total_s: float,
+        timeouts: Timeouts,
         worker_key: str,
         debug_headers: bool,
         parity: Parity,
@@ -77,7 +98,8 @@ class TurnApp:
         self._metrics = metrics
         self._decisions = decisions
         self._limits = limits
-        self._total_s = total_s
+        self._timeouts = timeouts
+        self.patience = Patience()
         self._worker_key = worker_key
         self._debug_headers = debug_headers
         self._parity = parity
@@ -94,7 +116,7 @@ class TurnApp:
             content_type = exchange.header(b"content-type") or b""
             parsed = parse(exchange.method, exchange.path, body, content_type)
             turn.parsed, body = self._aliases.resolved(parsed, body, content_type)
-            async with exchange.connected(), asyncio.timeout(self._total_s or None):
+            async with exchange.connected(), asyncio.timeout(self._timeouts.total_s or None):
                 await self._serve(turn, turn.parsed, body)
         except ClientGone:
             turn.status, turn.outcome = _CLIENT_CLOSED, "cancelled"
@@ -118,42 +140,93 @@ class TurnApp:
             self._metrics.pool_lookup(turn.sight.pool_seconds)
         exchange = turn.exchange
         turn.prefix = self._breaks.follow(exchange.request_id, parsed, turn.sight, exchange.headers)
-        failed: set[str] = set()
-        reset: set[str] = set()
-        for attempt in range(1, self._limits.tries + 1):
-            placement = self._router.place(turn.sight, failed)
+        patience = self._timeouts.first_byte_s
+        now = asyncio.get_running_loop().time()
+        tries = _Tries(self._limits.tries, now + patience if patience else None)
+        while True:
+            placement = self._router.place(turn.sight, tries.failed)
+            tries.left -= 1
             self._note(turn, parsed, placement)
-            name = placement.target.worker.name
             with placement.lease:
-                try:
-                    response = await self._open(turn, placement, self._body_for(turn, placement, body))
-                except UpstreamError as error:
-                    self._worker_failed(placement, error.kind)
-                    # An idle connection closed just as it was used says nothing of the worker.
-                    if error.kind == "reset" and name not in reset:
-                        reset.add(name)
-                    else:
-                        failed.add(name)
-                    if attempt < self._limits.tries and self._router.can_place(turn.sight, failed):
-                        continue
-                    raise _as_api_error(error) from None
-                async with aclosing(response):
-                    if response.status in _RETRYABLE:
-                        self._worker_failed(placement, str(response.status))
-                        failed.add(name)
-                        if attempt < self._limits.tries and self._router.can_place(turn.sight, failed):
-                            continue
-                    await self._pass_back(turn, parsed, placement, response)
-                    return
+                error = await self._try(turn, parsed, placement, body, tries)
+            if error is None:
+                return
+            if not tries.left or not self._router.can_place(turn.sight, tries.failed):
+                raise _as_api_error(error)
 
-    async def _open(self, turn: TurnState, placement: Placement, body: bytes) -> UpstreamResponse:
+    async def _try(
+        self, turn: TurnState, parsed: ParsedTurn, placement: Placement, body: bytes, tries: _Tries
+    ) -> UpstreamError | None:
+        """Give the turn to one worker. None: it was answered. An error: not a byte was, another may do it."""
+        name = placement.target.worker.name
+
+        def may_leave() -> bool:
+            return (
+                tries.left > 0
+                and turn.sight is not None
+                and self._router.can_place(turn.sight, tries.failed | {name})
+            )
+
+        try:
+            response = await self._open(turn, parsed, placement, body, tries.until, may_leave)
+        except UpstreamError as error:
+            # An idle connection closed just as it was used says nothing of the worker.
+            if error.kind == "reset" and name not in tries.reset:
+                tries.reset.add(name)
+                self._metrics.upstream_error(name, error.kind)
+            else:
+                tries.failed.add(name)
+                self._worker_failed(placement, error.kind)
+            return error
+        async with aclosing(response):
+            status = response.status
+            if status in _BUSY or status in _FAILED:
+                tries.failed.add(name)
+                if status in _BUSY:
+                    self._metrics.upstream_error(name, str(status))
+                else:
+                    self._worker_failed(placement, str(status))
+                if status == 500 and placement.decision.action == "pull" and turn.sight is not None:
+                    turn.sight = self._router.without_pool(turn.sight)
+                if tries.left and turn.sight and self._router.can_place(turn.sight, tries.failed):
+                    return UpstreamError(str(status))
+            error = await self._pass_back(turn, parsed, placement, response, tries.until, may_leave)
+            if error is None:
+                return None
+            tries.failed.add(name)
+            self._worker_failed(placement, error.kind)
+            if turn.first_byte is None:
+                return error
+            raise _as_api_error(error)
+
+    async def _open(
+        self,
+        turn: TurnState,
+        parsed: ParsedTurn,
+        placement: Placement,
+        body: bytes,
+        until: float | None,
+        may_leave: Callable[[], bool],
+    ) -> UpstreamResponse:
         exchange, target = turn.exchange, placement.target
         headers = for_worker(
             exchange.headers, api_key=self._worker_key, request_id=exchange.request_id, rank=target.rank
         )
-        return await self._transport.open(
-            exchange.method, target.worker.url + exchange.url_path, headers, body
-        )
+        failover_s = self._timeouts.failover_s
+        # A stream's headers come before its prompt is computed; a whole answer's with its last token.
+        if failover_s and parsed.stream and may_leave():
+            soon = asyncio.get_running_loop().time() + failover_s
+            until = soon if until is None else min(soon, until)
+        try:
+            async with self.patience.waiting(target.worker.name, until, may_leave):
+                return await self._transport.open(
+                    exchange.method,
+                    target.worker.url + exchange.url_path,
+                    headers,
+                    self._body_for(turn, placement, body),
+                )
+        except TimeoutError:
+            raise UpstreamError("timeout") from None
 
     def _body_for(self, turn: TurnState, placement: Placement, body: bytes) -> bytes:
         """The client's bytes; with the prompt's ids in them where this worker was proven to agree."""
@@ -175,56 +248,88 @@ class TurnApp:
     def _worker_failed(self, placement: Placement, kind: str) -> None:
         worker = placement.target.worker
         self._metrics.upstream_error(worker.name, kind)
+        if kind == "descriptors":
+            raise errors.Overloaded("the gateway can't open more connections", retry_after_s=1)
+        self._fleet.failed(worker, kind)
         if kind == "connect":
             self._fleet.mark_down(worker, "connection refused")
 
     async def _pass_back(
-        self, turn: TurnState, parsed: ParsedTurn, placement: Placement, response: UpstreamResponse
-    ) -> None:
-        """The worker's answer, byte for byte, as it comes; a broken stream ends with an error event."""
-        exchange = turn.exchange
-        turn.status = response.status
-        events = is_event_stream(response.headers)
+        self,
+        turn: TurnState,
+        parsed: ParsedTurn,
+        placement: Placement,
+        response: UpstreamResponse,
+        until: float | None,
+        may_leave: Callable[[], bool],
+    ) -> UpstreamError | None:
+        """The worker's answer, byte for byte, as it comes. Returns what broke it off, if anything did.
+
+        The head of a stream goes out at once, any other with its first byte, so that it can still be another
+        worker's.
+        """
+        exchange, worker = turn.exchange, placement.target.worker
+        stream = response.status == 200 and is_event_stream(response.headers)
         makes = response.status == 200 and exchange.path == stored.PATH
-        learner = self._stored.learner(placement.target.worker.name) if makes else None
-        own = self._own_headers(turn, placement)
-        await exchange.start(response.status, for_client(response.headers, own))
+        learner = self._stored.learner(worker.name) if makes else None
+        head = for_client(response.headers, self._own_headers(turn, placement))
+        if exchange.started and not (stream and _is_plain(response.headers)):
+            # An earlier worker's stream was begun and came to nothing; this is none that could go on from it.
+            raise _as_api_error(UpstreamError(str(response.status)))
+        if stream and not exchange.started:
+            turn.stream = _is_plain(response.headers)
+            await self._start(turn, response.status, head)
         try:
             async with aclosing(response.chunks()) as chunks:
-                async for chunk in chunks:
-                    if turn.first_byte is None:
-                        turn.first_byte = time.perf_counter()
-                        placement.lease.first_token()
-                        if response.status == 200 and turn.sight is not None:
-                            self._router.computed(turn.sight, placement.target)
+                async with self.patience.waiting(worker.name, until, may_leave):
+                    chunk = await anext(chunks, b"")
+                if stream and not chunk:
+                    return UpstreamError("empty")
+                if not exchange.started:
+                    await self._start(turn, response.status, head)
+                self._answered(turn, placement, response.status)
+                while chunk:
                     if learner is not None and learner.feed(chunk):
                         learner = None
                     turn.tail.feed(chunk)
                     await exchange.send(chunk)
+                    chunk = await anext(chunks, b"")
+        except TimeoutError:
+            return UpstreamError("timeout")
         except UpstreamError as error:
-            broken = error.kind
-        else:
-            broken = (
-                "" if not events or response.status != 200 or parsed.complete(turn.tail) else "incomplete"
-            )
-        if not broken:
-            turn.outcome = "ok" if response.status < 500 else "error"
-            if response.status == 200 and turn.sight is not None:
-                self._router.ended(turn.sight)
-            await exchange.finish()
-            return
-        self._worker_failed(placement, broken)
-        if events:
-            await exchange.finish(parsed.error_event(turn.tail, _as_api_error(UpstreamError(broken))))
-        else:
-            raise errors.ResponseCut
+            return error
+        if stream and not parsed.complete(turn.tail):
+            return UpstreamError("incomplete")
+        turn.outcome = "ok" if response.status < 500 else "error"
+        if response.status < 400:
+            worker.breaker.succeeded()
+        if response.status == 200 and turn.sight is not None:
+            self._router.ended(turn.sight)
+        await exchange.finish()
+        return None
+
+    async def _start(self, turn: TurnState, status: int, head: Headers) -> None:
+        turn.status = status
+        await turn.exchange.start(status, head)
+
+    def _answered(self, turn: TurnState, placement: Placement, status: int) -> None:
+        """The first byte of an answer is there."""
+        turn.first_byte = time.perf_counter()
+        placement.lease.first_token()
+        if status < 400:
+            self._fleet.answered(placement.target.worker)
+        if status == 200 and turn.sight is not None:
+            self._router.computed(turn.sight, placement.target)
 
     async def _refuse(self, turn: TurnState, error: errors.ApiError) -> None:
         exchange = turn.exchange
-        turn.status = error.status
         turn.outcome = "error"
         if exchange.started:
+            if turn.stream and turn.parsed is not None and not exchange.finished:
+                await exchange.finish(turn.parsed.error_event(turn.tail, error))
+                return
             raise errors.ResponseCut from None
+        turn.status = error.status
         content = errors.body(error, errors.shape_of(exchange.path), exchange.request_id)
         await exchange.start(error.status, errors.head(error, content, exchange.request_id))
         await exchange.finish(b"" if exchange.method == "HEAD" else content)
@@ -293,3 +398,8 @@ def _as_api_error(error: UpstreamError) -> errors.ApiError:
     if "timeout" in error.kind:
         return errors.UpstreamTimeout("the worker did not answer in time")
     return errors.UpstreamFailed("the worker broke off")
+
+
+def _is_plain(headers: Headers) -> bool:
+    """Whether bytes of ours may follow the body's: not within a compressed one."""
+    return all(name != b"content-encoding" or value == b"identity" for name, value in headers)

@@ -2,17 +2,21 @@
 
 import logging
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Literal
 from urllib.parse import urlsplit
 
+from workers.breaker import Breaker, BreakerOptions, BreakerState
 from workers.leases import LeaseBook
 from workers.worker import EngineReport, KvEndpoint, ModelCard, Target, Worker
 
 logger = logging.getLogger(__name__)
 
+# One missed probe may be a hiccup of a busy process; turns that wait there are only sent on after another.
+_SILENT_AFTER = 2
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\[\]-]{0,99}")
 
 
@@ -28,12 +32,13 @@ class BadWorker(ValueError):
     """The URL or the name cannot be a worker's."""
 
 
-FleetEvent = Literal["added", "up", "restarted", "lost", "removed"]
+FleetEvent = Literal["added", "up", "restarted", "lost", "silent", "removed"]
 """What can happen to a worker.
 
 added, removed: it is registered, or no longer.
 up: probed and ready; again when its endpoints or models changed.
 restarted: the same address, a new process: whatever was known of its cache is void.
+silent: a second probe in a row failed: what it has not begun to answer it may never answer.
 lost: it was up and is down, or was removed: its cache can't be reached.
 """
 
@@ -44,9 +49,23 @@ FleetListener = Callable[[FleetEvent, Worker], None]
 class Fleet:
     """All registered workers and the leases on their targets."""
 
-    def __init__(self, segments: Mapping[str, str] | None = None) -> None:
-        """`segments`: the pool segment (`IP:PORT`, or `IP`) of workers, by their URL or name."""
+    def __init__(
+        self,
+        segments: Mapping[str, str] | None = None,
+        *,
+        breaker: BreakerOptions | None = None,
+        ramp_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`segments`: the pool segment (`IP:PORT`, or `IP`) of workers, by their URL or name.
+
+        breaker: when a worker that fails turns gets none. ramp_s: how long one that came back gets more and
+        more. clock: steady seconds.
+        """
         self.leases = LeaseBook()
+        self._breaker = breaker or BreakerOptions()
+        self._ramp_s = ramp_s
+        self._clock = clock
         self._configured = {worker.rstrip("/"): place for worker, place in (segments or {}).items()}
         self._segments: dict[str, str] = {}
         self._listeners: list[FleetListener] = []
@@ -94,7 +113,7 @@ class Fleet:
         segment = segment or self._configured.get(url, "") or self._configured.get(name, "")
         if segment and not _NAME.fullmatch(segment):
             raise BadWorker("a worker's segment is IP:PORT as its store connector has it, or an IP")
-        worker = self._workers[name] = Worker(name, url)
+        worker = self._workers[name] = Worker(name, url, breaker=Breaker(self._breaker))
         self._segments[name] = segment
         self._map_segments()
         self._tell("added", worker)
@@ -119,8 +138,35 @@ class Fleet:
     def cordon(self, name: str, cordoned: bool) -> Worker:
         """While cordoned a worker gets no new turns. Raises UnknownWorker."""
         worker = self.get(name)
+        if worker.cordoned and not cordoned:
+            worker.since = self._clock()
         worker.cordoned = cordoned
         return worker
+
+    def breaker_state(self, worker: Worker) -> BreakerState:
+        return worker.breaker.state(self._clock())
+
+    def ramp(self, worker: Worker) -> float:
+        """The share of an ordinary load that a worker may have: below 1 only where it came back lately."""
+        return min(1.0, (self._clock() - worker.since) / self._ramp_s) if self._ramp_s else 1.0
+
+    def sent(self, worker: Worker) -> None:
+        """A turn goes there."""
+        worker.breaker.sent(self._clock())
+
+    def failed(self, worker: Worker, kind: str) -> None:
+        """It failed a turn by its own fault: a 5xx, a broken connection, silence. `kind` is for the log."""
+        if worker.breaker.failed(self._clock()):
+            logger.warning(
+                "worker %s failed %d turns in a row (the last: %s) and gets none for %g s",
+                *(worker.name, worker.breaker.failures, kind, self._breaker.open_s),
+            )
+
+    def answered(self, worker: Worker) -> None:
+        """Its answer to a turn has begun well."""
+        if worker.breaker.answered():
+            worker.since = self._clock()
+            logger.info("worker %s answers again", worker.name)
 
     def targets(self) -> list[Target]:
         return [target for worker in self._workers.values() for target in worker.targets]
@@ -152,7 +198,8 @@ class Fleet:
         worker.report, worker.models, worker.kv_endpoints = report, models, kv_endpoints
         if worker.state != "up":
             logger.info("worker %s is up", worker.name)
-        worker.state, worker.reason = "up", ""
+            worker.since = self._clock()
+        worker.state, worker.reason, worker.misses = "up", "", 0
         if restarted:
             self._tell("restarted", worker)
         if changed:
@@ -167,6 +214,9 @@ class Fleet:
             logger.warning("worker %s is down: %s", worker.name, reason)
         worker.state = "down" if was_up or worker.state == "down" else "starting"
         worker.reason = reason
+        worker.misses += 1
         worker.report = replace(worker.report, running=0.0, waiting=0.0)
         if was_up:
             self._tell("lost", worker)
+        if worker.misses == _SILENT_AFTER:
+            self._tell("silent", worker)

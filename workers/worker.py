@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from workers.breaker import Breaker, BreakerOptions
+
 WorkerState = Literal["starting", "up", "down"]
 
 
@@ -54,6 +56,7 @@ class Worker:
 
     segment: its share of the pool, by the name of a segment (`IP:PORT`) or of a host (`IP`: all segments
     there); "" if that can't be told.
+    since: when it last came back (up, or uncordoned), by the fleet's clock. misses: probes failed in a row.
     """
 
     name: str
@@ -65,6 +68,9 @@ class Worker:
     models: tuple[ModelCard, ...] = ()
     kv_endpoints: tuple[KvEndpoint, ...] = ()
     report: EngineReport = field(default_factory=EngineReport)
+    breaker: Breaker = field(default_factory=lambda: Breaker(BreakerOptions()))
+    since: float = 0.0
+    misses: int = 0
 
     @property
     def host(self) -> str:

@@ -73,6 +73,7 @@ class Peer:
                 {"object": "list", "data": [{"id": model, "root": "/nowhere", "extra": 1}]}
             ).encode(),
         }
+        self.silent = False
         self.received: list[Received] = []
         self.open: set[Connection] = set()
         self._server: asyncio.Server | None = None
@@ -102,6 +103,8 @@ class Peer:
         try:
             while request := await _read_request(reader):
                 if request.method == "GET" and request.target in PROBED:
+                    if self.silent:
+                        await asyncio.sleep(3600)
                     page = self.pages.get(request.target)
                     await Connection(reader, writer).answer(404 if page is None else 200, page or b"")
                     continue

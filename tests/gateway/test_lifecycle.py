@@ -61,8 +61,9 @@ async def test_b083_an_ending_gateway_is_not_ready_at_once_takes_turns_a_while_a
 
     peer = await peers(slow)
     async with (
-        process_of(peer, MOONGATE_TIMEOUTS__DRAIN_DELAY_S="1.5") as (process, url),
-        httpx.AsyncClient(base_url=url, timeout=30) as http,
+        process_of(peer, MOONGATE_TIMEOUTS__DRAIN_DELAY_S="3") as (process, url),
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+        asyncio.timeout(60),
     ):
         assert "connection" not in (await http.get("/health")).headers
         reading = [asyncio.create_task(http.post(PATH, content=CHAT)) for _ in range(5)]

@@ -45,9 +45,9 @@ def test_listeners_hear_of_changes_once_and_of_restarts_before_the_new_life_coun
     assert told.events[1:] == [("restarted", "127.0.0.1:8101")]
     fleet.mark_down(worker, "refused")
     fleet.mark_down(worker, "refused")
-    assert told.events[2:] == [("lost", "127.0.0.1:8101")]
+    assert told.events[2:] == [("lost", "127.0.0.1:8101"), ("silent", "127.0.0.1:8101")]
     fleet.mark_up(worker, report(started=300.0), CARDS, ())
-    assert told.events[3:] == [("restarted", "127.0.0.1:8101"), ("up", "127.0.0.1:8101")]
+    assert told.events[4:] == [("restarted", "127.0.0.1:8101"), ("up", "127.0.0.1:8101")]
 
 
 def test_a_worker_that_never_came_up_is_starting_not_down() -> None:

@@ -1,0 +1,74 @@
+"""Who may take a turn: why each target may not be chosen, and what a client is told if none may."""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from msgspec.structs import replace
+
+from policies.types import Candidate
+from workers.fleet import Fleet
+from workers.worker import Worker
+
+_IN_WORDS = {
+    "elsewhere": "without the response it goes on from",
+    "failed": "failed at this turn",
+    "starting": "not up yet",
+    "breaker": "failing",
+    "ramp": "just back",
+}
+
+
+def why_not(fleet: Fleet, worker: Worker, model: str, failed: Collection[str], only: str = "") -> str:
+    """Why a turn for `model` may not go to `worker`, "" if it may.
+
+    failed: who failed this turn. only: the one worker that holds what it goes on from, if there is such.
+    """
+    if worker.state != "up":
+        return worker.state
+    if only and only != worker.name:
+        return "elsewhere"
+    # A cordon keeps new work away; what only this worker can answer is none.
+    if worker.cordoned and not only:
+        return "cordoned"
+    if model and not worker.card(model):
+        return "model"
+    if worker.name in failed:
+        return "failed"
+    return "" if fleet.breaker_state(worker) != "open" else "breaker"
+
+
+def eased(candidates: list[Candidate], ramps: Sequence[float]) -> list[Candidate]:
+    """The candidates after the two reasons that never cost a turn: they hold while anybody else can take it.
+
+    breaker: dropped where nobody is left otherwise. ramp: a target that came back lately (its share of an
+    ordinary load in `ramps`, same order, is below 1) has as much as it may have; turns whose prefix it holds
+    go there all the same.
+    """
+    if not any(not c.excluded for c in candidates):
+        return [replace(c, excluded="") if c.excluded == "breaker" else c for c in candidates]
+    settled = [c.inflight for c, ramp in zip(candidates, ramps, strict=True) if ramp >= 1 and not c.excluded]
+    if not settled or len(settled) == len(candidates):
+        return candidates
+    ordinary = sum(settled) / len(settled)
+
+    def full(candidate: Candidate, ramp: float) -> bool:
+        allowed = max(1, math.ceil(ramp * ordinary))
+        return ramp < 1 and not candidate.local_tokens and candidate.inflight >= allowed
+
+    return [
+        replace(c, excluded="ramp") if not c.excluded and full(c, ramp) else c
+        for c, ramp in zip(candidates, ramps, strict=True)
+    ]
+
+
+def why_nobody(candidates: Sequence[Candidate], model: str) -> str:
+    """Why no candidate may be chosen, by kinds and without names: clients are told this."""
+    if not candidates:
+        return "no worker is registered"
+    counts = Counter(candidate.excluded for candidate in candidates if candidate.excluded != "model")
+    others = sum(candidate.excluded == "model" for candidate in candidates)
+    kinds = [f"{count} {_IN_WORDS.get(why, why)}" for why, count in sorted(counts.items())]
+    if others:
+        kinds.append(f"{others} without the model {model[:200]!r}")
+    return f"no worker can take this turn now: {', '.join(kinds)}"
