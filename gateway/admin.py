@@ -7,7 +7,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gateway import errors
 from gateway.admin_views import (
@@ -39,6 +39,7 @@ class FleetAdmin(Protocol):
     def get(self, name: str) -> Worker: ...
     def add(self, url: str, name: str | None = None, segment: str = "") -> Worker: ...
     def cordon(self, name: str, cordoned: bool) -> Worker: ...
+    def weigh(self, name: str, weight: float) -> Worker: ...
     def remove(self, name: str) -> Worker: ...
 
 
@@ -76,10 +77,20 @@ class NewWorker(BaseModel):
 
 
 class WorkerChange(BaseModel):
-    """cordoned: true takes the worker out of the choice for new turns, false puts it back."""
+    """cordoned: true takes the worker out of the choice for new turns, false puts it back.
+
+    weight: its share of the load compared with others', above 0; what is not given stays as it is.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    cordoned: bool
+    cordoned: bool | None = None
+    weight: Annotated[float, Field(gt=0, le=1000, strict=False)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "WorkerChange":
+        if self.cordoned is None and self.weight is None:
+            raise ValueError("give cordoned, weight or both")
+        return self
 
 
 class _Fields(msgspec.Struct):
@@ -147,9 +158,14 @@ def _workers(parts: AdminParts) -> APIRouter:
     async def get_worker(name: str) -> WorkerView:
         return view(_known(lambda: fleet.get(name)))
 
-    @router.patch("/workers/{name}", summary="Cordon or uncordon a worker")
+    @router.patch("/workers/{name}", summary="Cordon or uncordon a worker, or change its weight")
     async def change_worker(name: str, change: WorkerChange) -> WorkerView:
-        return view(_known(lambda: fleet.cordon(name, change.cordoned)))
+        worker = _known(lambda: fleet.get(name))
+        if change.cordoned is not None:
+            fleet.cordon(name, change.cordoned)
+        if change.weight is not None:
+            fleet.weigh(name, change.weight)
+        return view(worker)
 
     @router.delete("/workers/{name}", status_code=204, summary="Remove a worker; its turns end undisturbed")
     async def remove_worker(name: str) -> None:

@@ -4,13 +4,15 @@ import time
 from dataclasses import asdict
 from typing import Any, Protocol
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.decisions import Audit, DecisionRecord, Outcome
 from gateway.divergence import Divergence
-from policies.types import Scored
-from workers.leases import TargetLoad
-from workers.worker import Worker
+from policies.ledger import Load
+from policies.rates import InUnits
+from policies.types import Rates, Scored
+from workers.worker import Target, Worker
 
 
 class Answer(BaseModel):
@@ -37,10 +39,35 @@ class ServedModel(Answer):
     max_model_len: int = Field(description="Tokens; 0 if the worker does not say.")
 
 
+class Measured(Answer):
+    value: float
+    confidence: float = Field(description="How much it rests on measurement: 0 not at all, 1 entirely.")
+
+
 class TargetView(Answer):
     name: str
     inflight: int = Field(description="Turns sent there that have not ended.")
     queued_tokens: int = Field(description="Uncached tokens of turns that still wait for their first token.")
+    recent_tokens: float = Field(description="Uncached tokens sent there, half as much each minute since.")
+    rates: dict[str, Measured] = Field(description="What work takes there, as learned from turns.")
+    samples: int = Field(description="How many measurements they were learned from.")
+
+    @classmethod
+    def of(cls, target: Target, model: str, loads: "Loads") -> "TargetView":
+        now = time.monotonic()
+        load, rates = loads.load(target.name, now), loads.rates(target.name, now, model)
+        values = msgspec.structs.asdict(InUnits.of(rates))
+        return cls(
+            name=target.name,
+            inflight=load.inflight,
+            queued_tokens=load.queued_tokens,
+            recent_tokens=round(load.recent_tokens, 1),
+            rates={
+                name: Measured(value=float(f"{value:.4g}"), confidence=confidence)
+                for (name, value), confidence in zip(values.items(), rates.confidence, strict=True)
+            },
+            samples=loads.samples(target.name),
+        )
 
 
 class WorkerView(Answer):
@@ -51,6 +78,7 @@ class WorkerView(Answer):
     cordoned: bool = Field(description="A cordoned worker gets no new turns.")
     breaker: str = Field(description="closed; open: it failed turns in a row and gets none; half-open.")
     failures: int = Field(description="Turns failed since the last that ended well.")
+    weight: float = Field(description="Its share of the load compared with others'.")
     models: list[ServedModel]
     targets: list[TargetView] = Field(description="The worker, or one entry per data-parallel rank.")
     running: float = Field(description="Requests the engine runs, as it last said.")
@@ -66,11 +94,8 @@ class WorkerView(Answer):
     @classmethod
     def of(cls, worker: Worker, loads: "Loads") -> "WorkerView":
         report = worker.report
-        targets = [
-            TargetView(name=target.name, inflight=load.inflight, queued_tokens=load.queued_tokens)
-            for target in worker.targets
-            for load in [loads.load(target.name)]
-        ]
+        model = worker.models[0].id if worker.models else ""
+        targets = [TargetView.of(target, model, loads) for target in worker.targets]
         return cls(
             name=worker.name,
             url=worker.url,
@@ -79,6 +104,7 @@ class WorkerView(Answer):
             cordoned=worker.cordoned,
             breaker=worker.breaker.state(time.monotonic()),
             failures=worker.breaker.failures,
+            weight=worker.weight,
             models=[
                 ServedModel(id=c.id, root=c.root, parent=c.parent, max_model_len=c.max_model_len)
                 for c in worker.models
@@ -94,9 +120,11 @@ class WorkerView(Answer):
 
 
 class Loads(Protocol):
-    """Where the present load of a target is read; the fleet's lease book is one."""
+    """Where load and rates of a target are read: the ledger."""
 
-    def load(self, target: str) -> TargetLoad: ...
+    def load(self, target: str, now: float) -> Load: ...
+    def rates(self, target: str, now: float, group: str = "") -> Rates: ...
+    def samples(self, target: str) -> int: ...
 
 
 class WorkersAnswer(Answer):

@@ -29,6 +29,8 @@ from gateway.stored import StoredResponses
 from gateway.transport import AiohttpTransport
 from gateway.turns import TurnApp
 from policies import registry
+from policies.ledger import Ledger
+from policies.rates import InUnits
 from store.knowledge import Knowledge
 from store.pool import PoolView
 from store.streams import EventStreams
@@ -93,7 +95,9 @@ class Gateway:
         self.snapshots = Snapshots(
             settings.index.snapshot_path, settings.index.snapshot_interval_s, self.knowledge, self.streams
         )
-        self.fleet.listen(Links(self.streams, self.knowledge, self.prompts, self.snapshots).follow)
+        self.ledger = Ledger(InUnits(**settings.routing.rates.masked()).rates())
+        links = Links(self.streams, self.knowledge, self.prompts, self.snapshots, self.ledger)
+        self.fleet.listen(links.follow)
         self.transport = AiohttpTransport(
             connect_s=timeouts.connect_s, between_chunks_s=timeouts.between_chunks_s
         )
@@ -103,6 +107,7 @@ class Gateway:
             knowledge=self.knowledge,
             pool=self.pool,
             policy=registry.make(settings.routing.policy, settings.routing.options),
+            ledger=self.ledger,
         )
         aliases = Aliases(settings.models)
         self.responses = StoredResponses(
@@ -133,7 +138,7 @@ class Gateway:
             AdminParts(
                 settings=settings,
                 fleet=self.fleet,
-                loads=self.fleet.leases,
+                loads=self.ledger,
                 explainer=Explainer(router, self.breaks, aliases, self.responses),
                 decisions=self.decisions,
                 index=self._index_report,

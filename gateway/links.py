@@ -6,6 +6,7 @@ from functools import partial
 from gateway.metrics import Metrics
 from gateway.prompts import ModelPrompts
 from gateway.snapshots import Snapshots
+from policies.ledger import Ledger
 from store.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from store.knowledge import Knowledge
 from store.streams import EventSource, EventStreams
@@ -40,6 +41,7 @@ class Links:
     knowledge: Knowledge
     prompts: ModelPrompts
     snapshots: Snapshots
+    ledger: Ledger
 
     def follow(self, event: FleetEvent, worker: Worker) -> None:
         if event == "up":
@@ -48,6 +50,8 @@ class Links:
             self._restarted(worker)
         elif event == "lost":
             self._lost(worker)
+        elif event == "removed":
+            self._forget_rates(worker)
 
     def _up(self, worker: Worker) -> None:
         self.prompts.prepare(worker)
@@ -69,6 +73,11 @@ class Links:
     def _restarted(self, worker: Worker) -> None:
         for target in worker.targets:
             self.streams.restarted(target.name)
+        self._forget_rates(worker)
+
+    def _forget_rates(self, worker: Worker) -> None:
+        for target in worker.targets:
+            self.ledger.forget(target.name)
 
     def _lost(self, worker: Worker) -> None:
         self.prompts.parity.forget(worker.name)

@@ -9,16 +9,17 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from gateway.api import ParsedTurn
+from gateway.charge import Charge
 from gateway.eligibility import eased, why_nobody, why_not
 from gateway.errors import NoWorker
 from gateway.prompts import ModelPrompts, Understood
+from policies.ledger import Ledger
 from policies.types import Candidate, Decision, Policy, Turn
 from store.hashing import usable_tokens
 from store.knowledge import Knowledge
 from store.placements import Placements
 from store.pool import PoolPrefix, PoolView
 from workers.fleet import Fleet
-from workers.leases import Lease
 from workers.worker import Target
 
 _NO_POOL = PoolPrefix(blocks=0, known=False)
@@ -31,6 +32,12 @@ _ANNOUNCED_AFTER_S = 0.5
 # Only a turn that goes on from an answer so fresh waits, and at most for this long.
 _ANSWER_LAG_S = 0.02
 _ANSWERS = 256
+# Bytes of JSON to a token, where no more is known: 3.6 of agents' bodies were text.
+_BYTES_PER_TOKEN = 4
+# What `prefix_hash` goes by: enough to tell agents' system prompts apart.
+_HEAD_TOKENS = 1024
+# Blocks fill a cache over minutes.
+_FULL_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,8 @@ class Sight:
     only: the one worker that can answer this turn, "" if any can.
     reads_cache: whether the engine looks for cached blocks at all for this request.
     local_blocks: leading blocks held per target. pool: leading blocks readable from the pool.
+    session: what its client calls its session, "" if nothing. streams: whether tokens come one by one.
+    guess: tokens that a prompt which is not known is taken to have.
     draw: this turn's number for ties. seconds: how long it took to find all this out; pool_seconds: of these
     for the pool, None if it was not asked.
     """
@@ -53,6 +62,9 @@ class Sight:
     seconds: float
     pool_seconds: float | None
     only: str = ""
+    session: str = ""
+    streams: bool = False
+    guess: int = 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -64,6 +76,19 @@ class Sight:
         """0 where the prompt is not known."""
         return 0 if self.understood.scheme is None else self.understood.scheme.block_size
 
+    @property
+    def keys(self) -> Sequence[int]:
+        """The prompt's chain, none where the engine would not look for it."""
+        prompt = self.understood.prompt
+        return () if prompt is None or not self.reads_cache else prompt.chain.keys
+
+    def turn(self, number: int) -> Turn:
+        """As policies see it."""
+        keys, size = self.keys, self.block_size
+        last = min(len(keys), _HEAD_TOKENS // size) if size else 0
+        head = keys[last - 1] if last else 0
+        return Turn(self.prompt_tokens, self.draw, number, size, self.session, head)
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -72,7 +97,7 @@ class Placement:
     decision: Decision
     target: Target
     chosen: Candidate
-    lease: Lease
+    lease: Charge
 
 
 class Draws(Protocol):
@@ -90,6 +115,7 @@ class Router:
         knowledge: Knowledge,
         pool: PoolView | None,
         policy: Policy,
+        ledger: Ledger,
         draws: Draws | None = None,
     ) -> None:
         self.policy = policy
@@ -97,15 +123,21 @@ class Router:
         self._prompts = prompts
         self._knowledge = knowledge
         self._pool = pool
+        self._ledger = ledger
         self._number = 0
+        self._full: dict[str, float] = {}
+        self._full_at = 0.0
         self._draws = draws or random.SystemRandom()
         self._computed = Placements(ttl_s=_ANNOUNCED_AFTER_S)
         self._ended: deque[tuple[float, int, int]] = deque(maxlen=_ANSWERS)
 
-    async def look(self, parsed: ParsedTurn, path: str, body: bytes, only: str = "") -> Sight:
+    async def look(
+        self, parsed: ParsedTurn, path: str, body: bytes, only: str = "", session: str = ""
+    ) -> Sight:
         """Find out what is known of the turn's prompt. Never raises: what can't be known is left out.
 
-        only: the worker that holds what the turn goes on from, if there is such.
+        only: the worker that holds what the turn goes on from, if there is such. session: its client's name
+        for its session, if it has one.
         """
         started = time.perf_counter()
         understood = await self._prompts.understand(parsed, path, body)
@@ -124,7 +156,18 @@ class Router:
         seconds = time.perf_counter() - started
         draw = self._draws.random()
         return Sight(
-            parsed.model, parsed.reads_cache, understood, local, pool, draw, seconds, pool_seconds, only
+            parsed.model,
+            parsed.reads_cache,
+            understood,
+            local,
+            pool,
+            draw,
+            seconds,
+            pool_seconds,
+            only,
+            session or parsed.session,
+            parsed.stream,
+            len(body) // _BYTES_PER_TOKEN,
         )
 
     def computed(self, sight: Sight, target: Target) -> None:
@@ -155,8 +198,7 @@ class Router:
 
     def decide(self, sight: Sight, failed: Collection[str] = ()) -> Decision:
         """The policy's choice now. `failed`: names of workers that failed this turn."""
-        turn = Turn(sight.prompt_tokens, sight.draw, self._number, sight.block_size)
-        return self.policy(turn, self.candidates(sight, failed))
+        return self.policy(sight.turn(self._number), self.candidates(sight, failed))
 
     def place(self, sight: Sight, failed: Collection[str] = ()) -> Placement:
         """Decide and charge, with no await between. Raises NoWorker."""
@@ -164,11 +206,20 @@ class Router:
         chosen = decision.chosen
         if decision.target is None or chosen is None:
             raise NoWorker(why_nobody(decision.candidates, sight.model), retry_after_s=_RETRY_AFTER_S)
-        self._number += 1
         target = next(t for t in self._fleet.targets() if t.name == decision.target)
         self._fleet.sent(target.worker)
         lease = self._fleet.leases.take(target.name, max(0, sight.prompt_tokens - chosen.cached_tokens))
-        return Placement(decision, target, chosen, lease)
+        ticket = self._ledger.sent(
+            sight.turn(self._number),
+            chosen,
+            time.monotonic(),
+            group=sight.model,
+            streams=sight.streams,
+            guess=sight.guess,
+            keys=sight.keys,
+        )
+        self._number += 1
+        return Placement(decision, target, chosen, Charge(lease, ticket))
 
     def without_pool(self, sight: Sight) -> Sight:
         """For a turn that failed where it was to pull from the pool: placed anew without that credit."""
@@ -179,14 +230,28 @@ class Router:
 
     def candidates(self, sight: Sight, failed: Collection[str] = ()) -> list[Candidate]:
         """Every registered target as the policy is to see it."""
+        now = time.monotonic()
+        if now - self._full_at >= _FULL_EVERY_S:
+            self._full_at, self._full = now, self._fullness()
         targets = self._fleet.targets()
-        candidates = [self._candidate(target, sight, failed) for target in targets]
+        candidates = [self._candidate(target, sight, failed, now) for target in targets]
         return eased(candidates, [self._fleet.ramp(target.worker) for target in targets])
 
-    def _candidate(self, target: Target, sight: Sight, failed: Collection[str]) -> Candidate:
-        worker = target.worker
-        load = self._fleet.leases.load(target.name)
-        local = pool = own = 0
+    def _fullness(self) -> dict[str, float]:
+        """How far new blocks displace others, by target: 0 with a tenth of the cache free, 1 when full."""
+        sizes = self._knowledge.index.sizes()
+        found: dict[str, float] = {}
+        for target in self._fleet.targets():
+            blocks = target.worker.report.blocks
+            held = sizes.get((target.name, "gpu"), 0)
+            if blocks and held:
+                found[target.name] = min(1.0, max(0.0, 10 * held / blocks - 9))
+        return found
+
+    def _candidate(self, target: Target, sight: Sight, failed: Collection[str], now: float) -> Candidate:
+        worker, name = target.worker, target.name
+        load = self._ledger.load(name, now)
+        local = pool = own = coming = 0
         size, block_size = sight.prompt_tokens, sight.block_size
         if sight.reads_cache and size and block_size:
             held = sight.local_blocks.get(target.name, 0)
@@ -194,13 +259,29 @@ class Router:
             pool = usable_tokens(sight.pool.blocks, block_size, size)
             if pool > local and worker.segment:
                 own = min(pool - local, sight.pool.held(worker.segment, held) * block_size)
+            if load.queued_turns:
+                coming = usable_tokens(self._ledger.coming(name, sight.keys), block_size, size)
+        report = worker.report
         return Candidate(
-            target.name,
+            name,
             why_not(self._fleet, worker, sight.model, failed, sight.only),
             local_tokens=local,
             pool_tokens=pool,
             own_segment_tokens=own,
+            coming_tokens=coming,
             queued_tokens=load.queued_tokens,
+            queued_context=load.queued_context,
+            queued_own_tokens=load.queued_own_tokens,
+            queued_remote_tokens=load.queued_remote_tokens,
+            queued_turns=load.queued_turns,
+            head_tokens=load.head_tokens,
+            head_s=load.head_s,
             inflight=load.inflight,
-            waiting=worker.report.waiting,
+            waiting=report.waiting,
+            running=report.running,
+            recent_tokens=load.recent_tokens,
+            pressure=self._full.get(name, 0.0) * load.reuse,
+            rank=target.rank,
+            weight=worker.weight,
+            rates=self._ledger.rates(name, now, sight.model),
         )

@@ -130,6 +130,30 @@ class PromptSettings(Section, frozen=True):
     ] = True
 
 
+class Rates(Section, frozen=True):
+    """Priors: `policies.rates` says where the figures come from."""
+
+    prefill_tokens_per_s: Annotated[
+        float, Meta(gt=0, description="Prompt tokens a worker computes a second.")
+    ] = 20480.0
+    growth_per_1k: Annotated[
+        float,
+        Meta(ge=0, description="How much dearer each 1,000 tokens of context make a token, as a share."),
+    ] = 0.01
+    own_tokens_per_s: Annotated[
+        float, Meta(gt=0, description="Tokens a worker pulls a second from its own segment of the pool.")
+    ] = 150_000.0
+    remote_tokens_per_s: Annotated[
+        float, Meta(gt=0, description="Tokens it pulls a second from other segments.")
+    ] = 77_000.0
+    first_step_ms: Annotated[float, Meta(gt=0, description="Milliseconds that every turn takes besides.")] = (
+        20.0
+    )
+    decode_ms: Annotated[
+        float, Meta(ge=0, description="Milliseconds that each turn which decodes adds to a step.")
+    ] = 0.7
+
+
 class Routing(Section, frozen=True):
     policy: Annotated[str, Meta(description="Name of the routing policy.")] = "longest_prefix"
     headers: Annotated[
@@ -137,6 +161,7 @@ class Routing(Section, frozen=True):
         Meta(description="debug: every answer carries the `x-moongate-*` headers of its decision."),
     ] = "off"
     options: Annotated[dict[str, Any], Meta(description="Options of the policy.")] = {}
+    rates: Rates = Rates()
 
 
 class Index(Section, frozen=True):

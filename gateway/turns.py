@@ -20,6 +20,7 @@ from gateway.metrics import Metrics
 from gateway.parity import Parity
 from gateway.patience import Patience
 from gateway.router import Placement, Router, Sight
+from gateway.sessions import hint
 from gateway.settings import Limits, Timeouts
 from gateway.stored import StoredResponses
 from gateway.tokens_in import with_tokens
@@ -135,7 +136,8 @@ class TurnApp:
         if parsed.model and self._fleet.knows_models() and not self._fleet.serves(parsed.model):
             raise errors.ModelNotFound(f"the model {parsed.model[:200]!r} does not exist", param="model")
         only = await self._stored.find(parsed.response_id) if parsed.response_id else ""
-        turn.sight = await self._router.look(parsed, turn.exchange.path, body, only)
+        session = hint(turn.exchange.headers, parsed.session)
+        turn.sight = await self._router.look(parsed, turn.exchange.path, body, only, session)
         if turn.sight.pool_seconds is not None:
             self._metrics.pool_lookup(turn.sight.pool_seconds)
         exchange = turn.exchange
@@ -315,7 +317,7 @@ class TurnApp:
     def _answered(self, turn: TurnState, placement: Placement, status: int) -> None:
         """The first byte of an answer is there."""
         turn.first_byte = time.perf_counter()
-        placement.lease.first_token()
+        placement.lease.first_token(answered=status == 200)
         if status < 400:
             self._fleet.answered(placement.target.worker)
         if status == 200 and turn.sight is not None:

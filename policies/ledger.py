@@ -4,7 +4,8 @@ The same book is kept by the gateway, in real time, and by the replay, in virtua
 """
 
 import math
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -23,7 +24,7 @@ _BELIEVED_S: Final = 10.0
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """The fields of a Candidate that are the ledger's to fill."""
+    """What a Candidate says of its load. reuse: the share of recent prompt tokens that were cached."""
 
     queued_tokens: int = 0
     queued_context: float = 0.0
@@ -34,16 +35,29 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     head_s: float = 0.0
     inflight: int = 0
     recent_tokens: float = 0.0
+    reuse: float = 0.0
 
 
 class Ticket:
     """One turn on one target, from the decision to its end."""
 
-    __slots__ = ("_book", "clean", "done_by", "streams", "work")
+    __slots__ = ("_book", "cached", "clean", "done_by", "keys", "streams", "work")
 
-    def __init__(self, book: "_Book", work: Work, streams: bool, clean: bool, done_by: float) -> None:
+    def __init__(
+        self,
+        book: "_Book",
+        work: Work,
+        *,
+        cached: int,
+        keys: Sequence[int],
+        streams: bool,
+        clean: bool,
+        done_by: float,
+    ) -> None:
         self._book: _Book | None = book
         self.work = work
+        self.cached = cached
+        self.keys = keys
         self.streams = streams
         self.clean = clean
         self.done_by = done_by
@@ -76,6 +90,7 @@ class _Book:
         "queued",
         "recent",
         "recent_at",
+        "recent_cached",
         "since",
     )
 
@@ -84,7 +99,8 @@ class _Book:
         self.learner = learner
         self.inflight = 0
         self.queued: dict[Ticket, None] = {}
-        self.recent = 0.0
+        # Uncached and cached tokens sent here, as of `recent_at`; both fade from then on.
+        self.recent = self.recent_cached = 0.0
         self.recent_at = 0.0
         # Since when the work in `done` was being done; None while nothing tells how long it took.
         self.since: float | None = None
@@ -92,7 +108,9 @@ class _Book:
         self.head_since = 0.0
 
     def sent(self, ticket: Ticket, now: float) -> None:
-        self.recent = self.recent_now(now) + ticket.work.tokens
+        left = self._left(now)
+        self.recent = self.recent * left + ticket.work.tokens
+        self.recent_cached = self.recent_cached * left + ticket.cached
         self.recent_at = now
         self.inflight += 1
         if not self.queued:
@@ -125,17 +143,24 @@ class _Book:
 
     def _leave(self, ticket: Ticket, now: float) -> None:
         del self.queued[ticket]
+        ticket.keys = ()
         self.head_since = now
 
-    def recent_now(self, now: float) -> float:
-        if not self.recent:
-            return 0.0
-        return self.recent * math.exp2((self.recent_at - now) / HALF_LIFE_S)
+    def _left(self, now: float) -> float:
+        return math.exp2((self.recent_at - now) / HALF_LIFE_S)
+
+    def coming(self, keys: Sequence[int]) -> int:
+        """Leading blocks of `keys` that turns queued here will compute."""
+        most = 0
+        for ticket in reversed(self.queued):
+            most = max(most, _shared(ticket.keys, keys))
+        return most
 
     def load(self, now: float) -> Load:
-        recent = self.recent_now(now)
+        recent = self.recent * self._left(now)
+        reuse = self.recent_cached / max(1.0, self.recent_cached + self.recent)
         if not self.queued:
-            return Load(inflight=self.inflight, recent_tokens=recent)
+            return Load(inflight=self.inflight, recent_tokens=recent, reuse=reuse)
         tokens = context = own = remote = 0.0
         turns = head = 0
         for ticket in self.queued:
@@ -158,7 +183,8 @@ class _Book:
             int(head),
             max(0.0, now - self.head_since),
             self.inflight,
-            recent,
+            max(0.0, recent - tokens),
+            reuse,
         )
 
 
@@ -182,6 +208,11 @@ class Ledger:
         book = self._books.get(target)
         return self._common(group, now) if book is None else book.learner.rates
 
+    def coming(self, target: str, keys: Sequence[int]) -> int:
+        """Leading blocks of `keys` that `target` does not hold yet, but was sent to compute."""
+        book = self._books.get(target)
+        return book.coming(keys) if book is not None and book.queued else 0
+
     def samples(self, target: str) -> int:
         book = self._books.get(target)
         return 0 if book is None else book.learner.samples
@@ -195,10 +226,12 @@ class Ledger:
         group: str = "",
         streams: bool = True,
         guess: int = 0,
+        keys: Sequence[int] = (),
     ) -> Ticket:
         """`turn` goes to `chosen` now.
 
         streams: whether its answer comes token by token. guess: the size of a prompt that is not known.
+        keys: its chain's; a reference is kept until the first token.
         """
         book = self._books.get(chosen.target)
         if book is None:
@@ -215,7 +248,15 @@ class Ledger:
         )
         seconds = _seconds(work, book.learner.rates)
         last = max((ticket.done_by for ticket in book.queued), default=now)
-        ticket = Ticket(book, work, streams, clean, max(now, last) + 1.5 * seconds)
+        ticket = Ticket(
+            book,
+            work,
+            cached=chosen.cached_tokens,
+            keys=keys,
+            streams=streams,
+            clean=clean,
+            done_by=max(now, last) + 1.5 * seconds,
+        )
         book.sent(ticket, now)
         return ticket
 
@@ -242,3 +283,13 @@ def _seconds(work: Work, rates: Rates) -> float:
         + work.remote * rates.remote_s
         + rates.first_s
     )
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many leading keys are equal. A key stands for all blocks before it, too."""
+    shorter = min(len(one), len(other))
+    if not shorter or one[0] != other[0]:
+        return 0
+    if one[shorter - 1] == other[shorter - 1]:
+        return shorter
+    return bisect_left(range(shorter), True, key=lambda block: one[block] != other[block])

@@ -74,18 +74,29 @@ def work_of(turn: Turn, candidate: Candidate, step_tokens: int) -> Work:
     )
 
 
-class Priors(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is believed before anything was measured, in the units that people use.
+class InUnits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Rates in the units that people use; the defaults are those of `BELIEVED`, rounded.
 
     growth_per_1k: how much dearer each 1,000 tokens of context make a token, as a share.
     """
 
-    prefill_tokens_per_s: _Positive = 1 / BELIEVED.prefill_s
-    growth_per_1k: Annotated[float, Meta(ge=0)] = 1000 * BELIEVED.growth_s / BELIEVED.prefill_s
-    own_tokens_per_s: _Positive = 1 / BELIEVED.own_s
-    remote_tokens_per_s: _Positive = 1 / BELIEVED.remote_s
-    first_step_ms: _Positive = 1e3 * BELIEVED.first_s
-    decode_ms: Annotated[float, Meta(ge=0)] = 1e3 * BELIEVED.decode_s
+    prefill_tokens_per_s: _Positive = 20_480.0
+    growth_per_1k: Annotated[float, Meta(ge=0)] = 0.01
+    own_tokens_per_s: _Positive = 150_000.0
+    remote_tokens_per_s: _Positive = 77_000.0
+    first_step_ms: _Positive = 20.0
+    decode_ms: Annotated[float, Meta(ge=0)] = 0.7
+
+    @classmethod
+    def of(cls, rates: Rates) -> "InUnits":
+        return cls(
+            1 / max(rates.prefill_s, 1e-12),
+            1000 * rates.growth_s / max(rates.prefill_s, 1e-12),
+            1 / max(rates.own_s, 1e-12),
+            1 / max(rates.remote_s, 1e-12),
+            1e3 * rates.first_s,
+            1e3 * rates.decode_s,
+        )
 
     def rates(self) -> Rates:
         return Rates(

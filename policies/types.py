@@ -71,9 +71,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     head_tokens, head_s: the oldest of them: its uncached tokens, and for how many seconds it has been first.
     inflight: turns sent there that have not ended.
     waiting, running: requests as the worker itself reports them (scraped, so a little old).
-    recent_tokens: uncached tokens of turns sent there, each counting less with every second since.
+    recent_tokens: the same of turns whose first token has come, each counting less with every second.
     pressure: how likely a block that has to make room is to be needed again, 0 to 1; 0 with free blocks.
-    age_s: seconds since the target came up; role, rank: what it is for, and its data-parallel rank.
+    role, rank: what the target is for, and its data-parallel rank.
     weight: its share of the load compared with others'.
     """
 
@@ -95,7 +95,6 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     running: float = 0.0
     recent_tokens: float = 0.0
     pressure: float = 0.0
-    age_s: float = 1e9
     role: Role = "both"
     rank: int | None = None
     weight: float = 1.0

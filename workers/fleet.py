@@ -168,6 +168,12 @@ class Fleet:
             worker.since = self._clock()
             logger.info("worker %s answers again", worker.name)
 
+    def weigh(self, name: str, weight: float) -> Worker:
+        """Its share of the load compared with others', above 0. Raises UnknownWorker."""
+        worker = self.get(name)
+        worker.weight = weight
+        return worker
+
     def targets(self) -> list[Target]:
         return [target for worker in self._workers.values() for target in worker.targets]
 

@@ -55,7 +55,7 @@ def parse_metrics(text: str) -> EngineReport:
             sums[name] = sums.get(name, 0.0) + float(value)
         elif name == "vllm:kv_cache_usage_perc":
             sums[name] = max(sums.get(name, 0.0), float(value))
-    block_size = config.get("block_size", "")
+    block_size, blocks = config.get("block_size", ""), config.get("num_gpu_blocks", "")
     return EngineReport(
         running=sums.get("vllm:num_requests_running", 0.0),
         waiting=sums.get("vllm:num_requests_waiting", 0.0),
@@ -63,6 +63,7 @@ def parse_metrics(text: str) -> EngineReport:
         started=sums.get("process_start_time_seconds", 0.0),
         block_size=int(block_size) if block_size.isdigit() else 0,
         hash_algo=config.get("prefix_caching_hash_algo", ""),
+        blocks=int(blocks) if blocks.isdigit() else 0,
     )
 
 

@@ -39,7 +39,7 @@ class EngineReport:
     """What the worker's /metrics says, summed over its engines.
 
     running, waiting: requests; kv_usage: 0..1; started: Unix seconds of the process start, 0 if not exported.
-    block_size, hash_algo: from cache_config_info (0 and "" if not exported).
+    block_size, hash_algo, blocks: from cache_config_info (0 and "" if not exported); the last of one engine.
     """
 
     running: float = 0.0
@@ -48,6 +48,7 @@ class EngineReport:
     started: float = 0.0
     block_size: int = 0
     hash_algo: str = ""
+    blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -57,6 +58,7 @@ class Worker:
     segment: its share of the pool, by the name of a segment (`IP:PORT`) or of a host (`IP`: all segments
     there); "" if that can't be told.
     since: when it last came back (up, or uncordoned), by the fleet's clock. misses: probes failed in a row.
+    weight: its share of the load compared with others'.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Worker:
     breaker: Breaker = field(default_factory=lambda: Breaker(BreakerOptions()))
     since: float = 0.0
     misses: int = 0
+    weight: float = 1.0
 
     @property
     def host(self) -> str:

@@ -1,5 +1,6 @@
 """The admin API against a real fleet and a real decision log."""
 
+import time
 from dataclasses import dataclass
 
 import httpx
@@ -12,7 +13,8 @@ from gateway.decisions import DecisionLog, DecisionRecord, Outcome
 from gateway.errors import InvalidRequest
 from gateway.index_view import IndexAnswer, SnapshotView, index_entries
 from gateway.settings import Settings, load
-from policies.types import Candidate, Decision
+from policies.ledger import Ledger
+from policies.types import Candidate, Decision, Turn
 from workers.fleet import Fleet
 from workers.worker import EngineReport, ModelCard
 
@@ -58,12 +60,13 @@ class Gateway:
 
     def __init__(self, settings: Settings | None = None) -> None:
         self.fleet = Fleet()
+        self.ledger = Ledger()
         self.decisions = DecisionLog()
         self.explained = Explained()
         parts = AdminParts(
             settings=settings or Settings(),
             fleet=self.fleet,
-            loads=self.fleet.leases,
+            loads=self.ledger,
             explainer=self.explained,
             decisions=self.decisions,
             index=lambda: IndexAnswer(
@@ -108,6 +111,17 @@ async def test_workers_are_added_cordoned_and_removed(gateway: Gateway) -> None:
     assert gateway.fleet.workers() == []
 
 
+async def test_the_weight_of_a_worker_can_be_changed(gateway: Gateway) -> None:
+    gateway.fleet.add("http://127.0.0.1:9001", "w1")
+    changed = await gateway.ask("PATCH", "/workers/w1", json={"weight": 2})
+    assert (changed.json()["weight"], changed.json()["cordoned"]) == (2.0, False)
+    for bad in (0, -1, "much"):
+        refused = await gateway.ask("PATCH", "/workers/w1", json={"weight": bad, "cordoned": True})
+        assert refused.status_code == 400
+    assert gateway.fleet.get("w1").weight == 2.0
+    assert not gateway.fleet.get("w1").cordoned
+
+
 async def test_a_worker_shows_its_models_load_and_report(gateway: Gateway) -> None:
     worker = gateway.fleet.add("http://127.0.0.1:9001")
     gateway.fleet.mark_up(
@@ -116,12 +130,15 @@ async def test_a_worker_shows_its_models_load_and_report(gateway: Gateway) -> No
         (ModelCard("m", "/models/m", "", 4096),),
         (),
     )
-    gateway.fleet.leases.take("127.0.0.1:9001", 300)
+    gateway.ledger.sent(Turn(300, 0.0), Candidate("127.0.0.1:9001"), time.monotonic())
     (shown,) = (await gateway.ask("GET", "/workers")).json()["workers"]
     assert shown == (await gateway.ask("GET", "/workers/127.0.0.1:9001")).json()
     assert shown["state"] == "up"
     assert shown["models"] == [{"id": "m", "root": "/models/m", "parent": "", "max_model_len": 4096}]
-    assert shown["targets"] == [{"name": "127.0.0.1:9001", "inflight": 1, "queued_tokens": 300}]
+    (target,) = shown["targets"]
+    assert (target["name"], target["inflight"], target["queued_tokens"]) == ("127.0.0.1:9001", 1, 300)
+    assert target["rates"]["prefill_tokens_per_s"] == {"value": 20480, "confidence": 0}
+    assert target["samples"] == 0
     assert (shown["running"], shown["waiting"], shown["block_size"]) == (2, 1, 32)
 
 

@@ -19,6 +19,7 @@ from gateway.explanation import as_text
 from gateway.index_view import IndexAnswer, IndexEntry, SnapshotView
 from gateway.remote import RemoteError, RunningGateway
 from gateway.settings import Settings
+from policies.ledger import Ledger
 from policies.types import Candidate, Decision
 from workers.fleet import Fleet
 from workers.worker import EngineReport, ModelCard
@@ -100,7 +101,7 @@ class Site:
         parts = AdminParts(
             settings=Settings(),
             fleet=self.fleet,
-            loads=self.fleet.leases,
+            loads=Ledger(),
             explainer=self.explained,
             decisions=DecisionLog(),
             index=lambda: IndexAnswer(

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from policies.ledger import Ledger
-from policies.rates import Learner, Priors, Work, common
+from policies.rates import InUnits, Learner, Work, common
 from policies.types import BELIEVED, Candidate, Rates, Turn
 from workers.sim.engine import Engine, Limits, Started
 from workers.sim.engine import Rates as EngineRates
@@ -150,7 +150,7 @@ def test_a_new_target_is_taken_to_be_like_the_measured_ones_of_its_model() -> No
 
 
 def test_priors_are_given_in_peoples_units() -> None:
-    rates = Priors(prefill_tokens_per_s=1000, growth_per_1k=0.02, first_step_ms=50).rates()
+    rates = InUnits(prefill_tokens_per_s=1000, growth_per_1k=0.02, first_step_ms=50).rates()
     assert (rates.prefill_s, rates.growth_s, rates.first_s) == pytest.approx((1e-3, 2e-8, 0.05))
 
 
@@ -217,3 +217,18 @@ class TestLedger:
         old.first_token(1.0)
         old.ended(1.0)
         assert ledger.load("w", 1.0).inflight == 0
+
+    def test_b022_what_a_target_was_sent_to_compute_is_coming_until_its_first_token(self) -> None:
+        ledger = Ledger()
+        ticket = ledger.sent(Turn(100, 0.0), Candidate("w"), 0.0, keys=[1, 2, 3, 4])
+        assert ledger.coming("w", [1, 2, 3, 9, 10]) == 3
+        assert ledger.coming("w", [5, 2]) == 0
+        assert ledger.coming("other", [1]) == 0
+        ticket.first_token(1.0)
+        assert ledger.coming("w", [1, 2, 3]) == 0
+
+    def test_reuse_is_the_share_of_prompt_tokens_that_were_cached(self) -> None:
+        ledger = Ledger()
+        ledger.sent(Turn(1000, 0.0), Candidate("w"), 0.0)
+        ledger.sent(Turn(1000, 0.0), Candidate("w", local_tokens=1000), 0.0)
+        assert ledger.load("w", 0.0).reuse == 0.5

@@ -1,0 +1,143 @@
+"""Load and rates as live turns make them: charged at once, shared by siblings, learned from first tokens."""
+
+import asyncio
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from peer import ADMIN, Connection, Peer, Received
+from workers.launch.tiny_model import make_tiny_model
+
+METRICS = 'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
+
+
+class Gate:
+    """Handlers that hold every request until opened."""
+
+    def __init__(self) -> None:
+        self.open = asyncio.Event()
+
+    async def __call__(self, _: Received, connection: Connection) -> None:
+        await self.open.wait()
+        await connection.answer(200, b'{"ok":true}', "content-type: application/json")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+def serve(peer: Peer, model: str) -> None:
+    peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [{"id": "m", "root": model}]}).encode()
+    peer.pages["/metrics"] = METRICS.encode()
+
+
+def chat(text: str, **more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": text}], **more}
+
+
+async def burst(front: Any, handlers: list[Peer], path: str, bodies: list[dict[str, Any]]) -> list[int]:
+    """Send all at once; how many each worker holds when all have arrived."""
+
+    async def one(body: dict[str, Any]) -> None:
+        async with front.client.post(front.url + path, json=body) as answer:
+            await answer.read()
+
+    running = [asyncio.create_task(one(body)) for body in bodies]
+    await front.until(lambda: sum(len(p.received) for p in handlers) == len(bodies))
+    counts = [len(p.received) for p in handlers]
+    for peer in handlers:
+        peer.handler.open.set()
+    await asyncio.gather(*running)
+    return counts
+
+
+@pytest.mark.parametrize("policy", ["longest_prefix", "expected_ttft", "least_loaded"])
+@pytest.mark.parametrize("known", [True, False])
+async def test_b022_b043_a_burst_of_cold_prompts_spreads_before_any_answer(
+    peers, front, model: str, policy: str, known: bool
+) -> None:
+    fleet = [await peers(Gate()) for _ in range(4)]
+    for peer in fleet if known else []:
+        serve(peer, model)
+    gate = await front(*fleet, env={"MOONGATE_ROUTING__POLICY": policy})
+    bodies = [chat(f"{i} is another question. " * 40) for i in range(32)]
+    counts = await burst(gate, fleet, "/v1/chat/completions", bodies)
+    assert max(counts) <= 2 * min(counts)
+
+
+@pytest.mark.parametrize("policy", ["longest_prefix", "expected_ttft"])
+async def test_b022_a_burst_of_siblings_meets(peers, front, model: str, policy: str) -> None:
+    fleet = [await peers(Gate()) for _ in range(4)]
+    for peer in fleet:
+        serve(peer, model)
+    gate = await front(*fleet, env={"MOONGATE_ROUTING__POLICY": policy})
+    counts = await burst(gate, fleet, "/v1/chat/completions", [chat("The same head. " * 400)] * 8)
+    # Together as far as that is no slower than computing the head again.
+    assert max(counts) >= 3
+    if policy == "longest_prefix":
+        assert max(counts) == 8
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/tokenize", "/inference/v1/generate", "/v1/something/new", "/pooling"]
+)
+@pytest.mark.parametrize("policy", ["longest_prefix", "expected_ttft", "session", "prefix_hash"])
+async def test_b042_every_path_is_load(peers, front, path: str, policy: str) -> None:
+    fleet = [await peers(Gate()) for _ in range(4)]
+    gate = await front(*fleet, env={"MOONGATE_ROUTING__POLICY": policy})
+    bodies = [{"model": "m", "input": f"{i}"} for i in range(40)]
+    counts = await burst(gate, fleet, path, bodies)
+    assert min(counts) >= 5
+
+
+@pytest.mark.parametrize("policy", ["longest_prefix", "expected_ttft", "least_loaded", "random"])
+async def test_b021_short_prompts_one_at_a_time_go_round_an_idle_fleet(
+    peers, front, model: str, policy: str
+) -> None:
+    async def say_ok(_: Received, connection: Connection) -> None:
+        await connection.answer(200, b'{"ok":true}', "content-type: application/json")
+
+    fleet = [await peers(say_ok) for _ in range(4)]
+    for peer in fleet:
+        serve(peer, model)
+    gate = await front(*fleet, env={"MOONGATE_ROUTING__POLICY": policy})
+    for i in range(40):
+        async with gate.client.post(gate.url + "/v1/chat/completions", json=chat(f"{i}?")) as answer:
+            await answer.read()
+    counts = Counter({p.port: len(p.received) for p in fleet})
+    assert min(counts.values()) >= (1 if policy == "random" else 5)
+
+
+async def test_rates_are_learned_from_first_tokens_and_shown(peers, front, model: str) -> None:
+    async def stream(received: Received, connection: Connection) -> None:
+        await asyncio.sleep(len(received.body) / 4 / 2000)  # about 2,000 tokens a second
+        await connection.start_stream()
+        await connection.chunk(b"data: {}\n\n")
+        await connection.chunk(b"data: [DONE]\n\n")
+        await connection.end_stream()
+
+    peer = await peers(stream)
+    serve(peer, model)
+    gate = await front(peer)
+
+    async def turn(body: dict[str, Any]) -> None:
+        async with gate.client.post(gate.url + "/v1/chat/completions", json=body) as answer:
+            await answer.read()
+
+    async def target() -> dict[str, Any]:
+        async with gate.client.get(gate.url + "/admin/v1/workers", headers=ADMIN) as answer:
+            return (await answer.json())["workers"][0]["targets"][0]
+
+    await turn(chat("An answer in one piece says nothing of the first token."))
+    assert (await target())["samples"] == 0
+    for i in range(6):
+        await turn(chat(f"{i} is new. " * 60 * (i + 1), stream=True))
+    shown = await target()
+    assert shown["samples"] == 6
+    assert shown["recent_tokens"] > 1000
+    rate = shown["rates"]["prefill_tokens_per_s"]
+    assert 500 < rate["value"] < 6000
+    assert rate["confidence"] > 0.5
