@@ -139,10 +139,11 @@ class BlockIndex:
         holder = self._holders.get((target, tier, group))
         if holder is None:
             return
+        if holder.need is None:
+            self._remove(holder, keys)
+            keys = ()
         for key in keys:
-            if holder.need is None:
-                self._remove(holder, key)
-            elif holder.loose.get(key, 0) > 1:
+            if holder.loose.get(key, 0) > 1:
                 holder.loose[key] -= 1
             else:
                 holder.loose.pop(key, None)
@@ -374,27 +375,42 @@ class BlockIndex:
         run.put(holder.number, has)
         holder.runs.add(run)
 
-    def _remove(self, holder: _Holder, key: int) -> None:
-        number = self._slot.get(key)
-        if number is None:
-            return
-        if holder.more and key in holder.more:
-            holder.more[key] -= 1
-            if not holder.more[key]:
-                del holder.more[key]
-            return
-        run = self._runs[number]
-        assert run is not None
+    def _remove(self, holder: _Holder, keys: Sequence[int]) -> None:
+        """Keys that follow one another in a run go at once."""
+        at, end = 0, len(keys)
+        while at < end:
+            number = self._slot.get(keys[at])
+            if number is None:
+                at += 1
+                continue
+            run = self._runs[number]
+            assert run is not None
+            offset = run.offset(keys[at])
+            length = run.common(offset, keys, at) if end - at > 1 else 1
+            self._release(holder, run, ONES[length] << offset)
+            at += length
+
+    def _release(self, holder: _Holder, run: Run, gone: int) -> None:
+        """One copy less of those blocks of `run` that `gone` has a bit for."""
         had = run.bits(holder.number)
-        gone = 1 << run.offset(key)
-        if not had & gone:
+        gone &= had
+        if holder.more:
+            for place in numbers_of(gone):
+                (key,) = run.listed(place, place + 1)
+                copies = holder.more.get(key, 0)
+                if copies:
+                    gone ^= 1 << place
+                    holder.more[key] = copies - 1
+                    if copies == 1:
+                        del holder.more[key]
+        if not gone:
             return
-        holder.blocks -= 1
+        holder.blocks -= gone.bit_count()
         run.put(holder.number, had ^ gone)
         if had == gone:
             holder.runs.discard(run)
-        if not run.full and not run.held() & gone:
-            run.dead += 1
+        if not run.full:
+            run.dead += (gone & ~run.held()).bit_count()
             self._tidy(run)
 
     # ------------------------------------------------------------------ space

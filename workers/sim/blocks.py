@@ -240,10 +240,11 @@ class BlockCache:
 
     def _forget(self, run: Run, blocks: int) -> None:
         """The last `blocks` blocks of a free run lose their content."""
+        where = self._where
         for key in run.chain[run.end - blocks : run.end]:
             twins = self._twins.get(key) if self._twins else None
             if twins is None:
-                del self._where[key]
+                del where[key]
                 continue
             if self._where[key] is run:
                 self._where[key] = twins.pop(0)
