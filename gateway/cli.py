@@ -282,6 +282,67 @@ def doctor(url: UrlOption = None, admin_token: TokenOption = None, config: Confi
         raise typer.Exit(1)
 
 
+@app.command()
+def replay(
+    file: Annotated[str, typer.Argument(help="Trace (JSON lines, also gzipped), or the word: scaling.")],
+    trace_format: Annotated[
+        Literal["claude_code", "codex_like", "mooncake", "aiperf"],
+        typer.Option("--format", help="What the file is; of no account for scaling."),
+    ] = "claude_code",
+    profile: Annotated[str, typer.Option(help="Name of a profile, or a .toml file.")] = "kimi-k2.5-gb200",
+    instances: Annotated[int, typer.Option(help="How many instances of it.")] = 5,
+    pool: Annotated[Literal["on", "off"], typer.Option(help="With or without the pool.")] = "on",
+    placement: Annotated[
+        Literal["random", "owner"], typer.Option(help="Where workers put blocks into the pool.")
+    ] = "random",
+    policy: Annotated[list[str] | None, typer.Option(help="Name of a policy; repeatable.")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="POLICY.OPTION=VALUE; repeatable.")] = None,
+    figures: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY=NUMBER for the profile; repeatable.")
+    ] = None,
+    active: Annotated[
+        int | None, typer.Option(help="Sessions under way at a time; 50 for each instance.")
+    ] = None,
+    sessions: Annotated[
+        int | None, typer.Option(help="Sessions in all; those that the file has not are copies.")
+    ] = None,
+    head: Annotated[int | None, typer.Option(help="Tokens at the start that sessions share at most.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Sessions a second at random times instead.")] = None,
+    ramp: Annotated[float, typer.Option(help="Seconds in which the first sessions begin.")] = 30.0,
+    think: Annotated[float, typer.Option(help="Share of the trace's thinking time that passes.")] = 1.0,
+    warmup: Annotated[float, typer.Option(help="Share of turns left out at the start.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Same seed, same result.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with curves to this file.")] = None,
+) -> None:
+    """Play a trace against simulated instances, policies side by side."""
+    from replay.command import ReplayError
+    from replay.command import replay as run_replay
+    from replay.experiment import Experiment
+
+    experiment = Experiment(
+        file=file,
+        format=trace_format,
+        profile=profile,
+        instances=instances,
+        pool=pool == "on",
+        placement=placement,
+        policies=policy or ["round_robin", "longest_prefix", "expected_ttft"],
+        seed=seed,
+        active=active,
+        sessions=sessions,
+        head=head,
+        rate=rate,
+        ramp_s=ramp,
+        think=think,
+        warmup=warmup,
+    )
+    try:
+        run_replay(experiment, figures=figures or (), options=option or (), json=json, page=html)
+    except ReplayError as error:
+        _fail(str(error))
+
+
 def _running(url: str | None, admin_token: str | None, config: Path | None) -> Any:
     """The running gateway that the options or, failing those, the settings point at."""
     from gateway.remote import RunningGateway

@@ -1,0 +1,1 @@
+"""Traces, profiles and the discrete-event driver: policies, index and engine model in virtual time."""

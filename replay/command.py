@@ -1,0 +1,99 @@
+"""`moongate replay` behind its flags: words to settings, progress, files."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from policies.registry import BadPolicyOptions, BrokenPolicy, UnknownPolicy
+from replay import report
+from replay.experiment import BadExperiment, Experiment, run
+from replay.profile import BadProfile
+from replay.traces.types import BadTrace
+
+_EVERY_S = 0.5
+
+
+class ReplayError(ValueError):
+    """What the user must change."""
+
+
+def replay(
+    experiment: Experiment,
+    *,
+    figures: Sequence[str] = (),
+    options: Sequence[str] = (),
+    json: Path | None = None,
+    page: Path | None = None,
+) -> None:
+    """Runs, prints the table and writes the files. Raises ReplayError.
+
+    figures: `KEY=NUMBER` for the profile. options: `POLICY.OPTION=VALUE`.
+    """
+    for path in (json, page):
+        if path is not None and not path.parent.is_dir():
+            raise ReplayError(f"{path}: there is no directory {path.parent}")
+    experiment = replace(
+        experiment, figures=_figures(figures), options=_options(options, experiment.policies)
+    )
+    progress = _Progress()
+    try:
+        outcome = run(experiment, progress)
+    except (BadTrace, BadProfile, BadExperiment, UnknownPolicy, BadPolicyOptions, BrokenPolicy) as wrong:
+        raise ReplayError(str(wrong)) from None
+    finally:
+        progress.end()
+    print(report.table(outcome))
+    try:
+        if json is not None:
+            json.write_bytes(report.encoded(outcome))
+        if page is not None:
+            page.write_text(report.page(outcome), encoding="utf-8")
+    except OSError as wrong:
+        raise ReplayError(f"{wrong.filename}: {wrong.strerror}") from None
+
+
+class _Progress:
+    """One line on a terminal; nothing where stderr is a file."""
+
+    def __init__(self) -> None:
+        self._shown = sys.stderr.isatty()
+        self._at = 0.0
+
+    def __call__(self, name: str, ended: int, total: int) -> None:
+        now = time.monotonic()
+        if self._shown and now - self._at >= _EVERY_S:
+            self._at = now
+            print(f"\r\x1b[K{name}: {ended:,} of {total:,} turns", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._shown and self._at:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _figures(words: Sequence[str]) -> Mapping[str, float]:
+    found: dict[str, float] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        try:
+            found[key] = float(value)
+        except ValueError:
+            raise ReplayError(f"--set takes KEY=NUMBER, not {word!r}") from None
+    return found
+
+
+def _options(words: Sequence[str], policies: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        policy, _, option = name.rpartition(".")
+        if policy not in policies or not option:
+            raise ReplayError(
+                f"--option takes POLICY.OPTION=VALUE for one of {', '.join(policies)}, not {word!r}"
+            )
+        found.setdefault(policy, {})[option] = value
+    return found

@@ -1,0 +1,162 @@
+"""One run: sessions ask, a chooser places, instances answer, all in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Final
+
+from policies.types import Policy
+from replay.clock import Clock
+from replay.instance import Instance, Job, schedule
+from replay.pool import Placement, PoolModel
+from replay.profile import Profile
+from replay.routing import Chooser, Clairvoyant, PolicyChooser
+from replay.traces.types import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """instances of one profile; `placement` None: without a pool."""
+
+    profile: Profile
+    instances: int
+    placement: Placement | None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How sessions come, where the trace has no times.
+
+    active: sessions under way at a time; when one ends the next begins. ramp_s: the time over which the first
+    ones begin. rate: sessions a second at random times (Poisson) instead. think: share of the trace's
+    thinking time that passes between turns.
+    """
+
+    active: int
+    ramp_s: float = 30.0
+    rate: float | None = None
+    think: float = 1.0
+
+
+@dataclass(slots=True)
+class Finished:
+    """All jobs of a run in the order in which they came, and what the run says of itself."""
+
+    jobs: list[Job] = field(default_factory=list[Job])
+    pool_evicted_blocks: int = 0
+    pool_refused_blocks: int = 0
+    preemptions: int = 0
+    events: int = 0
+
+
+Progress = Callable[[int], None]
+
+
+class Run:
+    """policy None: the clairvoyant. `progress` is told how many turns have ended."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        fleet: Fleet,
+        load: Load,
+        policy: Policy | None,
+        seed: int,
+        to_come: Sequence[float],
+        progress: Progress | None = None,
+    ) -> None:
+        profile = fleet.profile
+        self._sessions: Final = trace.sessions
+        self._load: Final = load
+        self._clock: Final = Clock()
+        self._random: Final = Random(seed)
+        self._progress: Final = progress
+        self._ended = 0
+        self._next = 0
+        self._result: Final = Finished()
+        self._pool = (
+            PoolModel(
+                fleet.instances,
+                int(profile.segment_bytes.value / profile.block_bytes.value),
+                fleet.placement,
+            )
+            if fleet.placement is not None
+            else None
+        )
+        links = schedule(self._clock)
+        self._instances: Final = [
+            Instance(number, profile, self._clock, links, self._pool, self)
+            for number in range(fleet.instances)
+        ]
+        for each in self._instances:
+            each.know(self._instances)
+        self._chooser: Chooser = (
+            Clairvoyant(self._instances, profile, self._pool, to_come)
+            if policy is None
+            else PolicyChooser(policy, self._instances, profile, self._pool, seed)
+        )
+
+    def run(self) -> Finished:
+        self._begin()
+        self._clock.run()
+        result = self._result
+        if self._pool is not None:
+            result.pool_evicted_blocks = self._pool.evicted_blocks
+            result.pool_refused_blocks = self._pool.refused_blocks
+        result.preemptions = sum(each.prefill.engine.counters.preemptions for each in self._instances)
+        result.events = self._clock.entries
+        return result
+
+    def _begin(self) -> None:
+        load, clock = self._load, self._clock
+        if self._sessions[0].arrives_s is not None:
+            for number, session in enumerate(self._sessions):
+                clock.at(session.arrives_s or 0.0, self._ask, number, 0)
+            return
+        if load.rate is not None:
+            at = 0.0
+            for number in range(len(self._sessions)):
+                clock.at(at, self._ask, number, 0)
+                at += self._random.expovariate(load.rate)
+            return
+        first = min(load.active, len(self._sessions))
+        for number in range(first):
+            clock.at(load.ramp_s * number / first, self._ask, number, 0)
+        self._next = first
+
+    def _ask(self, session: int, place: int) -> None:
+        now = self._clock.now
+        jobs = self._result.jobs
+        job = Job(session, place, len(jobs), self._sessions[session].turns[place], now)
+        jobs.append(job)
+        self._instances[self._chooser.choose(job, now)].take(job)
+
+    # ------------------------------------------------------------------ what instances tell
+
+    def stored(self, instance: int, keys: Sequence[int], parent: int | None, now: float) -> None:
+        self._chooser.stored(instance, keys, parent, now)
+
+    def removed(self, instance: int, keys: Sequence[int], now: float) -> None:
+        self._chooser.removed(instance, keys, now)
+
+    def prefilled(self, job: Job, now: float) -> None:
+        self._chooser.prefilled(job, now)
+
+    def started(self, job: Job, now: float) -> None:
+        job.started = now
+
+    def ended(self, job: Job, now: float) -> None:
+        job.ended = now
+        self._chooser.ended(job, now)
+        self._ended += 1
+        if self._progress is not None and self._ended % 256 == 0:
+            self._progress(self._ended)
+        turns = self._sessions[job.session].turns
+        if job.place + 1 < len(turns):
+            think = turns[job.place + 1].think_s * self._load.think
+            self._clock.at(now + think, self._ask, job.session, job.place + 1)
+        elif self._load.rate is None and self._next < len(self._sessions) and self._next:
+            self._next += 1
+            self._clock.at(now, self._ask, self._next - 1, 0)

@@ -1,0 +1,153 @@
+"""The command `moongate replay`: one trace, one fleet, several policies, and the clairvoyant beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from policies.registry import make
+from replay import profile as profiles
+from replay.driver import Fleet, Load, Run
+from replay.measure import Measures, ideal_hits, measure
+from replay.pool import Placement
+from replay.profile import Profile
+from replay.traces import files
+from replay.traces.types import Session, Trace
+
+CLAIRVOYANT = "clairvoyant"
+# Sessions under way at a time on each instance, as in the article's experiment with real traces.
+_PER_INSTANCE = 50
+
+
+class BadExperiment(ValueError):
+    """The settings do not go together; the message says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """What to run. active: sessions under way at a time (default 50 for each instance). sessions: how many of
+    the trace are run, or with copies how many more (default: all, at least `active`). head: tokens of
+    head that sessions share at most. figures: changes to the profile."""
+
+    file: str
+    format: str
+    profile: str
+    instances: int
+    pool: bool
+    policies: Sequence[str]
+    seed: int = 0
+    placement: Placement = "random"
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])
+    active: int | None = None
+    head: int | None = None
+    sessions: int | None = None
+    ramp_s: float = 30.0
+    rate: float | None = None
+    think: float = 1.0
+    warmup: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """measures: by policy, in the order asked for. truncated: sessions cut off at the first turn that is
+    longer than the model's limit."""
+
+    experiment: Experiment
+    profile: Profile
+    sessions: int
+    active: int
+    truncated: int
+    measures: Mapping[str, Measures]
+    clairvoyant: Measures
+
+
+Progress = Callable[[str, int, int], None]
+Bound = Literal["prefill", "pool", "decode and the agents' own pace"]
+
+
+def run(experiment: Experiment, progress: Progress | None = None) -> Outcome:
+    """Raises BadTrace, BadProfile, BadExperiment, UnknownPolicy, BadPolicyOptions. `progress` is told of
+    whom, how many turns of how many have ended."""
+    _check(experiment)
+    made = {name: make(name, experiment.options.get(name)) for name in experiment.policies}
+    profile = profiles.load(experiment.profile, experiment.figures)
+    active = experiment.active or _PER_INSTANCE * experiment.instances
+    trace, truncated = _trace(experiment, profile, active)
+    ideal = ideal_hits(trace)
+    to_come = [
+        float(sum(asked.prompt_tokens - hit for asked, hit in zip(session.turns, hits, strict=True)))
+        for session, hits in zip(trace.sessions, ideal, strict=True)
+    ]
+    fleet = Fleet(profile, experiment.instances, experiment.placement if experiment.pool else None)
+    load = Load(active, experiment.ramp_s, experiment.rate, experiment.think)
+    total = sum(len(session.turns) for session in trace.sessions)
+    measured: dict[str, Measures] = {}
+    for name, policy in [*made.items(), (CLAIRVOYANT, None)]:
+
+        def ended(turns: int, name: str = name) -> None:
+            if progress is not None:
+                progress(name, turns, total)
+
+        finished = Run(trace, fleet, load, policy, experiment.seed, to_come, ended).run()
+        measured[name] = measure(
+            finished, ideal, experiment.instances, experiment.warmup, profile.prefill_tok_s.value
+        )
+    clairvoyant = measured.pop(CLAIRVOYANT)
+    return Outcome(experiment, profile, len(trace.sessions), active, truncated, measured, clairvoyant)
+
+
+def bound(measures: Measures, profile: Profile, instances: int) -> Bound:
+    """What a run was held up by, judged by what is busy at least two thirds of the time."""
+    pulled = (measures.pool_network_bytes - measures.pool_put_bytes) / instances / measures.duration_s
+    if measures.prefill_busy > 2 / 3:
+        return "prefill"
+    if pulled > profile.network_bytes_s.value * 2 / 3:
+        return "pool"
+    return "decode and the agents' own pace"
+
+
+def _check(experiment: Experiment) -> None:
+    checks = (
+        (bool(experiment.policies), "at least one policy is needed"),
+        (len(set(experiment.policies)) == len(experiment.policies), "a policy is named twice"),
+        (
+            CLAIRVOYANT not in experiment.policies,
+            "clairvoyant is no policy: it is beside every run anyway",
+        ),
+        (experiment.instances >= 1, f"instances must be at least 1, not {experiment.instances}"),
+        (experiment.active is None or experiment.active >= 1, "active must be at least 1"),
+        (experiment.sessions is None or experiment.sessions >= 1, "sessions must be at least 1"),
+        (experiment.head is None or experiment.head >= 0, "head must not be negative"),
+        (experiment.rate is None or experiment.rate > 0, "rate must be above 0"),
+        (experiment.think >= 0, "think must not be negative"),
+        (experiment.ramp_s >= 0, "ramp must not be negative"),
+        (0 <= experiment.warmup < 1, f"warmup must be from 0 to below 1, not {experiment.warmup:g}"),
+    )
+    for good, message in checks:
+        if not good:
+            raise BadExperiment(message)
+
+
+def _trace(experiment: Experiment, profile: Profile, active: int) -> tuple[Trace, int]:
+    wanted = experiment.sessions or active
+    trace = files.load(
+        experiment.file, experiment.format, profile.blocks_of_tokens, sessions=wanted, head=experiment.head
+    )
+    sessions = trace.sessions[: experiment.sessions]
+    kept: list[Session] = []
+    truncated = 0
+    for session in sessions:
+        turns = list(session.turns)
+        for place, asked in enumerate(turns):
+            tokens = asked.prompt_tokens + asked.output_tokens
+            if tokens > min(profile.max_model_len.value, profile.hbm_tokens.value):
+                turns = turns[:place]
+                truncated += 1
+                break
+        if turns:
+            kept.append(replace(session, turns=turns))
+    if not kept:
+        raise BadExperiment("no turn of the trace is within the model's limit")
+    return Trace(trace.block_size, kept), truncated

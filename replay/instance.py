@@ -1,0 +1,280 @@
+"""One instance: its engine, or with P/D its two engines, and the links over which KV blocks reach it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from replay.clock import Clock
+from replay.links import Flow, Link, Links
+from replay.pool import SPREAD, PoolModel
+from replay.profile import Profile
+from replay.traces.types import Asked
+from workers.sim.engine import (
+    Effect,
+    Engine,
+    Finished,
+    Limits,
+    Load,
+    Rates,
+    Removed,
+    Save,
+    Started,
+    Stored,
+    Turn,
+)
+
+# Blocks a decoding turn takes at once; exact enough at 16 x 64 tokens of a context of 50,000.
+STRIDE: Final = 16
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A turn on its way through an instance. Lengths in tokens.
+
+    session, place: which turn of which session; number: the how-manieth of the run. own_tokens: of the pool
+    tokens, those that lay in the instance's own segment. pulled_bytes, put_bytes: over the network.
+    """
+
+    session: int
+    place: int
+    number: int
+    asked: Asked
+    arrived: float
+    instance: int = -1
+    prefill: Turn | None = None
+    started: float = math.nan
+    ended: float = math.nan
+    own_tokens: float = 0.0
+    pulled_bytes: float = 0.0
+    put_bytes: float = 0.0
+
+
+class Watcher(Protocol):
+    """Who hears what happens on instances."""
+
+    def stored(self, instance: int, keys: Sequence[int], parent: int | None, now: float) -> None: ...
+    def removed(self, instance: int, keys: Sequence[int], now: float) -> None: ...
+    def prefilled(self, job: Job, now: float) -> None: ...
+    def started(self, job: Job, now: float) -> None: ...
+    def ended(self, job: Job, now: float) -> None: ...
+
+
+class Station:
+    """An engine that is woken when something happens in it."""
+
+    __slots__ = ("_clock", "_handle", "_wake", "engine")
+
+    def __init__(
+        self,
+        clock: Clock,
+        limits: Limits,
+        rates: Rates,
+        lookup: Callable[[Turn], int] | None,
+        handle: Callable[[Effect, float], None],
+    ) -> None:
+        self.engine: Final = Engine(limits, rates, lookup=lookup)
+        self._clock: Final = clock
+        self._handle: Final = handle
+        self._wake = math.inf
+
+    def submit(self, turn: Turn) -> None:
+        self._advance()
+        self.engine.submit(turn, self._clock.now)
+        self._settle()
+
+    def loaded(self, turn: Turn) -> None:
+        self._advance()
+        self.engine.loaded(turn, self._clock.now)
+        self._settle()
+
+    def _advance(self) -> None:
+        now = self._clock.now
+        for effect in self.engine.advance(now):
+            self._handle(effect, now)
+
+    def _settle(self) -> None:
+        engine, now = self.engine, self._clock.now
+        while (following := engine.next_at()) <= now:
+            self._advance()
+        if following != self._wake and following < math.inf:
+            self._clock.at(following, self._woken, following)
+        self._wake = following
+
+    def _woken(self, when: float) -> None:
+        if when == self._wake:
+            self._wake = math.inf
+            self._advance()
+            self._settle()
+
+
+class Instance:
+    """Takes turns and tells `watcher` what becomes of them. `pool` None: only its own HBM caches."""
+
+    def __init__(
+        self,
+        number: int,
+        profile: Profile,
+        clock: Clock,
+        links: Links,
+        pool: PoolModel | None,
+        watcher: Watcher,
+    ) -> None:
+        self.number: Final = number
+        self.jobs: Final[dict[Job, None]] = {}  # before their first token
+        self.network: Final = Link(profile.network_bytes_s.value)
+        self._sources: list[Instance] = []
+        self._outgoing: Final = Link(profile.network_bytes_s.value)
+        self._host: Final = Link(profile.host_bytes_s.value)
+        self._profile: Final = profile
+        self._size: Final = profile.blocks_of_tokens
+        self._block_bytes: Final = profile.block_bytes.value
+        self._clock: Final = clock
+        self._links: Final = links
+        self._pool: Final = pool
+        self._watcher: Final = watcher
+        lookup = self._lookup if pool is not None else None
+        self.prefill: Final = Station(clock, profile.limits(STRIDE), profile.rates(), lookup, self._handle)
+        self._decode: Station | None = None
+        if profile.decode is not None:
+            self._handoff: Final = Link(profile.decode.network_bytes_s.value)
+            self._decode = Station(
+                clock, profile.decode_limits(STRIDE), profile.decode_rates(), self._all, self._handle_decode
+            )
+
+    def know(self, instances: list[Instance]) -> None:
+        """All instances, this one included: blocks are pulled from their segments."""
+        self._sources = instances
+
+    def take(self, job: Job) -> None:
+        job.instance = self.number
+        self.jobs[job] = None
+        self._clock.at(self._clock.now + self._profile.overhead_s.value, self._submit, job)
+
+    def _submit(self, job: Job) -> None:
+        asked = job.asked
+        answer = asked.output_tokens if self._decode is None else 1
+        job.prefill = Turn(asked.chain, asked.prompt_tokens, answer, owner=job)
+        self.prefill.submit(job.prefill)
+
+    def _lookup(self, turn: Turn) -> int:
+        assert self._pool is not None
+        return self._pool.lookup(turn.chain, (turn.target - 1) // self._size, self._clock.now)  # pyright: ignore[reportArgumentType]
+
+    def _all(self, turn: Turn) -> int:
+        return turn.prompt_tokens // self._size
+
+    def _handle(self, effect: Effect, now: float) -> None:
+        if isinstance(effect, Stored):
+            start = effect.start
+            chain: Sequence[int] = effect.turn.chain  # pyright: ignore[reportAssignmentType]
+            self._watcher.stored(
+                self.number, chain[start : effect.end], chain[start - 1] if start else None, now
+            )
+        elif isinstance(effect, Removed):
+            gone: Sequence[int] = effect.chain[effect.start : effect.end]  # pyright: ignore[reportAssignmentType]
+            self._watcher.removed(self.number, gone, now)
+        elif isinstance(effect, Save):
+            self._save(_job(effect.turn), effect.end, now)
+        elif isinstance(effect, Load):
+            self._load(effect, now)
+        elif isinstance(effect, Started):
+            self.jobs.pop(_job(effect.turn), None)
+            self._watcher.prefilled(_job(effect.turn), now)
+            if self._decode is None:
+                self._watcher.started(_job(effect.turn), now)
+        else:
+            self._prefill_ended(_job(effect.turn), now)
+
+    def _prefill_ended(self, job: Job, now: float) -> None:
+        if self._decode is None:
+            self._end(job, now)
+            return
+        asked = job.asked
+        self._decode.submit(Turn(asked.chain, asked.prompt_tokens, asked.output_tokens, owner=job))
+
+    def _handle_decode(self, effect: Effect, now: float) -> None:
+        assert self._decode is not None
+        if isinstance(effect, Load):
+            size = (effect.end - effect.start) * self._block_bytes
+            turn, decode = effect.turn, self._decode
+            self._links.start(size, (self._handoff,), lambda _: decode.loaded(turn), now)
+        elif isinstance(effect, Started):
+            self._watcher.started(_job(effect.turn), now)
+        elif isinstance(effect, Finished):
+            self._end(_job(effect.turn), now)
+
+    def _end(self, job: Job, now: float) -> None:
+        asked = job.asked
+        if self._profile.saves_decode.value:
+            self._save(job, (asked.prompt_tokens + asked.output_tokens - 1) // self._size, now)
+        self._watcher.ended(job, now)
+
+    def _save(self, job: Job, end: int, now: float) -> None:
+        if self._pool is not None:
+            _, moved = self._pool.put(job.asked.chain, end, self.number, now)
+            job.put_bytes += moved * self._block_bytes
+
+    def _load(self, load: Load, now: float) -> None:
+        """Asks the master, then copies from the own segment and pulls from the others at the same time."""
+        assert self._pool is not None
+        job = _job(load.turn)
+        own = 0.0
+        remote: dict[int, float] = {}
+        for part in self._pool.parts(job.asked.chain, load.start, load.end):
+            if part.owner == SPREAD:
+                own += part.blocks / len(self._sources)
+                remote[SPREAD] = remote.get(SPREAD, 0.0) + part.blocks * (1 - 1 / len(self._sources))
+            elif part.owner == self.number:
+                own += part.blocks
+            else:
+                remote[part.owner] = remote.get(part.owner, 0.0) + part.blocks
+        job.own_tokens += own * self._size
+        pulled = sum(remote.values()) * self._block_bytes
+        job.pulled_bytes += pulled
+        profile = self._profile
+        wait = profile.lookup_s.value + profile.lookup_block_s.value * load.end + profile.pull_setup_s.value
+        transfers: list[tuple[float, tuple[Link, ...]]] = []
+        if own:
+            transfers.append((own * self._block_bytes, (self._host,)))
+        if pulled:
+            source = max(remote, key=lambda owner: remote[owner])
+            # From one instance it cannot be faster than that one sends; from many each sends a small part.
+            single = source != SPREAD and remote[source] * self._block_bytes * 2 > pulled
+            ends = (self.network, self._sources[source]._outgoing) if single else (self.network,)
+            transfers.append((pulled, ends))
+        self._clock.at(now + wait, self._transfer, load.turn, transfers)
+
+    def _transfer(self, turn: Turn, transfers: list[tuple[float, tuple[Link, ...]]]) -> None:
+        left = len(transfers)
+
+        def ended(_: float) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self.prefill.loaded(turn)
+
+        for size, links in transfers:
+            self._links.start(size, links, ended, self._clock.now)
+
+
+def schedule(clock: Clock) -> Links:
+    """Links whose flows end by this clock."""
+    links: Links
+
+    def later(flow: Flow, version: int) -> None:
+        clock.at(flow.ends_at, _flow_ends, links, flow, version, clock)
+
+    links = Links(later)
+    return links
+
+
+def _flow_ends(links: Links, flow: Flow, version: int, clock: Clock) -> None:
+    links.ended(flow, version, clock.now)
+
+
+def _job(turn: Turn) -> Job:
+    assert isinstance(turn.owner, Job)
+    return turn.owner

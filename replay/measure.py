@@ -1,0 +1,157 @@
+"""What a run was worth: hit rates by source, times, traffic, balance; and what no run could exceed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from replay.driver import Finished
+from replay.instance import Job
+from replay.traces.types import Trace
+
+# Of every series of points in a report so many are kept.
+_POINTS = 100
+
+
+class Measures(msgspec.Struct, frozen=True):
+    """Shares are of prompt tokens unless named otherwise; times in seconds; all of measured turns only.
+
+    hit_rate: found cached, of which `local` in the instance's own HBM, `own_segment` in its own part of the
+    pool and `remote_pool` in others'. local_share: of hit tokens, those that needed no network;
+    own_segment_share: of hit tokens, those in the own segment. pool_network_bytes: pulled and put.
+    throughput_tok_s: prompt and answer tokens. imbalance: turns under way on the instance that has most, over
+    the mean. ttft_s, e2e_s: percentiles 1 to 100.
+    """
+
+    turns: int
+    hit_rate: float
+    ideal_hit_rate: float
+    local: float
+    own_segment: float
+    remote_pool: float
+    computed: float
+    local_share: float
+    own_segment_share: float
+    pool_network_bytes: float
+    pool_put_bytes: float
+    pool_evicted_blocks: int
+    pool_refused_blocks: int
+    preemptions: int
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    e2e_p50_s: float
+    e2e_p90_s: float
+    e2e_p99_s: float
+    throughput_tok_s: float
+    duration_s: float
+    prefill_busy: float
+    imbalance: float
+    moved_share: float
+    ttft_s: list[float]
+    e2e_s: list[float]
+
+
+def ideal_hits(trace: Trace) -> list[list[int]]:
+    """Tokens of each turn that an endless cache common to all would hold, answers included.
+
+    Sessions are taken in step, or in order of time where they have times; that matters for heads alone.
+    """
+    size = trace.block_size
+    seen: set[int] = set()
+    hits: list[list[int]] = [[0] * len(session.turns) for session in trace.sessions]
+    for place in range(max(len(session.turns) for session in trace.sessions)):
+        for number, session in enumerate(trace.sessions):
+            if place >= len(session.turns):
+                continue
+            asked = session.turns[place]
+            chain, low, high = asked.chain, 0, (asked.prompt_tokens - 1) // size
+            while low < high:
+                middle = (low + high + 1) // 2
+                if chain[middle - 1] in seen:
+                    low = middle
+                else:
+                    high = middle - 1
+            hits[number][place] = low * size
+            seen.update(chain[low : (asked.prompt_tokens + asked.output_tokens - 1) // size])
+    return hits
+
+
+def measure(
+    run: Finished, ideal: Sequence[Sequence[int]], instances: int, warmup: float, prefill_tok_s: float
+) -> Measures:
+    """warmup: the share of turns, by order of arrival, that is left out."""
+    jobs = run.jobs[int(len(run.jobs) * warmup) :]
+    prompt = sum(job.asked.prompt_tokens for job in jobs)
+    local = sum(_local(job) for job in jobs)
+    pool = sum(_pool(job) for job in jobs)
+    own = sum(job.own_tokens for job in jobs)
+    hit = local + pool
+    ttft = np.array([job.started - job.arrived for job in jobs])
+    e2e = np.array([job.ended - job.arrived for job in jobs])
+    load = np.zeros(instances)
+    np.add.at(load, [job.instance for job in jobs], e2e)
+    duration = max(job.ended for job in jobs) - jobs[0].arrived
+    answers = sum(job.asked.output_tokens for job in jobs)
+    put = sum(job.put_bytes for job in jobs)
+    return Measures(
+        turns=len(jobs),
+        hit_rate=hit / prompt,
+        ideal_hit_rate=sum(ideal[job.session][job.place] for job in jobs) / prompt,
+        local=local / prompt,
+        own_segment=own / prompt,
+        remote_pool=max(0.0, pool - own) / prompt,
+        computed=1 - hit / prompt,
+        local_share=(local + own) / hit if hit else 0.0,
+        own_segment_share=own / hit if hit else 0.0,
+        pool_network_bytes=sum(job.pulled_bytes for job in jobs) + put,
+        pool_put_bytes=put,
+        pool_evicted_blocks=run.pool_evicted_blocks,
+        pool_refused_blocks=run.pool_refused_blocks,
+        preemptions=run.preemptions,
+        ttft_p50_s=_percentile(ttft, 50),
+        ttft_p90_s=_percentile(ttft, 90),
+        ttft_p99_s=_percentile(ttft, 99),
+        e2e_p50_s=_percentile(e2e, 50),
+        e2e_p90_s=_percentile(e2e, 90),
+        e2e_p99_s=_percentile(e2e, 99),
+        throughput_tok_s=(prompt + answers) / duration,
+        duration_s=duration,
+        prefill_busy=(prompt - hit) / prefill_tok_s / instances / duration,
+        imbalance=float(load.max() / load.mean()),
+        moved_share=_moved(jobs),
+        ttft_s=_series(ttft),
+        e2e_s=_series(e2e),
+    )
+
+
+def _local(job: Job) -> int:
+    return 0 if job.prefill is None else job.prefill.local_tokens or 0
+
+
+def _pool(job: Job) -> int:
+    return 0 if job.prefill is None else job.prefill.pool_tokens
+
+
+def _percentile(values: npt.NDArray[np.float64], percent: float) -> float:
+    return float(np.percentile(values, percent))
+
+
+def _series(values: npt.NDArray[np.float64]) -> list[float]:
+    return [round(float(each), 5) for each in np.percentile(values, np.arange(1, _POINTS + 1))]
+
+
+def _moved(jobs: Sequence[Job]) -> float:
+    """Share of later turns that went to another instance than the turn before."""
+    where: dict[int, int] = {}
+    later = moved = 0
+    for job in jobs:
+        before = where.get(job.session)
+        if before is not None:
+            later += 1
+            moved += before != job.instance
+        where[job.session] = job.instance
+    return moved / later if later else 0.0

@@ -1,0 +1,64 @@
+"""AIPerf's form of Mooncake traces: rows with a `session_id` are the turns of one conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import msgspec
+
+from replay.traces.codex_like import growing
+from replay.traces.mooncake import NATIVE, prompt_of_ids
+from replay.traces.types import Asked, BadTrace, Session
+
+# Heads and sessions of prompts without ids have numbers beyond those of blocks with ids.
+_FIRST: Final = 1 << 22
+
+
+class _Row(msgspec.Struct):
+    input_length: int
+    output_length: int = 1
+    session_id: str | int | None = None
+    timestamp: float | None = None  # milliseconds
+    delay: float | None = None  # milliseconds after the end of the turn before
+    hash_ids: list[int] | None = None
+
+
+def read(rows: Iterable[tuple[int, Any]], block_size: int, head: int | None = None) -> Iterator[Session]:
+    """With `hash_ids` a row names its whole prompt; without, it adds `input_length` tokens to its session.
+    `head` changes nothing: what is shared shows in the ids.
+
+    A row without session_id is a session. Of a session's rows, timestamps say when the first one begins;
+    the others come `delay` after the end of the one before.
+    """
+    sessions: dict[str, list[tuple[int, _Row]]] = {}
+    for line, row in rows:
+        try:
+            parsed = msgspec.convert(row, _Row)
+        except msgspec.ValidationError as wrong:
+            raise BadTrace(f"line {line}: not an AIPerf request: {wrong}") from None
+        if parsed.input_length < 1:
+            raise BadTrace(f"line {line}: input_length is {parsed.input_length}, not at least 1")
+        name = f"line {line}" if parsed.session_id is None else str(parsed.session_id)
+        sessions.setdefault(name, []).append((line, parsed))
+    for number, (name, listed) in enumerate(sessions.items()):
+        stamp = listed[0][1].timestamp
+        arrives = None if stamp is None else stamp / 1000
+        yield Session(name, _turns(name, number, listed, block_size), arrives)
+
+
+def _turns(name: str, number: int, listed: list[tuple[int, _Row]], block_size: int) -> list[Asked]:
+    thinks = [(row.delay or 0.0) / 1000 for _, row in listed]
+    with_ids = [row.hash_ids is not None for _, row in listed]
+    if not any(with_ids):
+        steps = [(row.input_length, max(1, row.output_length)) for _, row in listed]
+        return list(growing(name, _FIRST + number, 0, steps, thinks, block_size).turns)
+    if not all(with_ids):
+        raise BadTrace(f"line {listed[with_ids.index(False)][0]}: the session has turns with hash_ids")
+    if NATIVE % block_size:
+        raise BadTrace(f"blocks of {NATIVE} tokens cannot be cut in blocks of {block_size}")
+    turns: list[Asked] = []
+    for (line, row), think in zip(listed, thinks, strict=True):
+        asked = prompt_of_ids(row.hash_ids or [], row.input_length, row.output_length, line, block_size)
+        turns.append(Asked(asked.chain, asked.prompt_tokens, asked.output_tokens, think))
+    return turns

@@ -1,0 +1,141 @@
+"""Whole runs, small: what a fleet gains by its pool, by placement, and by whom turns are sent to."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from replay import report
+from replay.command import ReplayError, replay
+from replay.experiment import BadExperiment, run
+from small_runs import SMALL, codex, experiment
+
+KEYS = {
+    "hit_rate",
+    "ideal_hit_rate",
+    "local_share",
+    "own_segment_share",
+    "pool_network_bytes",
+    "ttft_p50_s",
+    "ttft_p99_s",
+    "throughput_tok_s",
+    "imbalance",
+}
+
+
+def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
+    file = codex(tmp_path)
+    policies = ("random", "longest_prefix", "expected_ttft")
+    one, two = (report.encoded(run(experiment(file, *policies, seed=7))) for _ in range(2))
+    assert one == two
+    other = report.encoded(run(experiment(file, *policies, seed=8)))
+    assert json.loads(one)["policies"]["random"] != json.loads(other)["policies"]["random"]
+
+
+def test_a_pool_holds_what_hbm_cannot_and_no_run_exceeds_the_ideal(tmp_path: Path) -> None:
+    file = codex(tmp_path)
+    without = run(experiment(file, "round_robin", pool=False))
+    pooled = run(experiment(file, "round_robin"))
+    for outcome in (without, pooled):
+        for each in (*outcome.measures.values(), outcome.clairvoyant):
+            assert each.hit_rate <= each.ideal_hit_rate
+            assert each.local + each.own_segment + each.remote_pool == pytest.approx(each.hit_rate)
+            assert each.turns == 264
+    assert without.measures["round_robin"].pool_network_bytes == 0
+    # Answers are not saved, so that much is missing.
+    assert pooled.measures["round_robin"].hit_rate > 0.9 * pooled.clairvoyant.ideal_hit_rate
+    assert without.measures["round_robin"].hit_rate < 0.6 * pooled.measures["round_robin"].hit_rate
+
+
+def test_sessions_that_stay_with_their_owner_need_hardly_any_network(tmp_path: Path) -> None:
+    file = codex(tmp_path)
+    outcome = run(experiment(file, "round_robin", "session", placement="owner"))
+    moving, staying = outcome.measures["round_robin"], outcome.measures["session"]
+    assert staying.moved_share == 0 < moving.moved_share
+    assert staying.pool_network_bytes < 0.1 * moving.pool_network_bytes
+    assert staying.local_share > 0.9 > moving.local_share
+    assert outcome.clairvoyant.local_share > 0.9
+
+
+def test_a_slow_network_is_seen_in_the_first_token_of_those_who_pull(tmp_path: Path) -> None:
+    file = codex(tmp_path)
+    slow = {**SMALL, "network_bytes_s": 1e9}
+    outcome = run(experiment(file, "round_robin", "session", placement="owner", figures=slow))
+    pulled, kept = outcome.measures["round_robin"], outcome.measures["session"]
+    assert kept.ttft_p50_s < 0.7 * pulled.ttft_p50_s
+    assert outcome.clairvoyant.ttft_p50_s < 0.7 * pulled.ttft_p50_s
+
+
+def test_decode_on_its_own_instances_gets_the_prompt_over_the_network(tmp_path: Path) -> None:
+    outcome = run(experiment(codex(tmp_path), profile="kimi-k2.5-gb200", figures={}))
+    each = outcome.measures["round_robin"]
+    assert each.turns == 264
+    assert each.ttft_p50_s > outcome.profile.overhead_s.value
+    # 99 steps after the first token, each as long as decode's.
+    assert each.e2e_p50_s - each.ttft_p50_s == pytest.approx(99 * 0.0285, rel=0.1)
+    assert each.hit_rate == pytest.approx(each.ideal_hit_rate, abs=0.01)
+
+
+def test_the_json_has_every_key_for_each_policy_and_the_clairvoyant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
+    settings = experiment(codex(tmp_path), "round_robin", "least_loaded")
+    replay(
+        settings,
+        figures=[f"{key}={value}" for key, value in SMALL.items()],
+        json=out,
+        page=page,
+    )
+    found = json.loads(out.read_text())
+    assert set(found["policies"]) == {"round_robin", "least_loaded"}
+    for each in (*found["policies"].values(), found["clairvoyant"]):
+        assert each.keys() >= KEYS
+    assert found["run"]["figures"]["hbm_tokens"] == {"value": 19200.0, "source": "the command line"}
+    assert "clairvoyant" in capsys.readouterr().out
+    assert "<svg" in page.read_text()
+    assert "http" not in page.read_text().replace("HTTP", "")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"policies": ["fastest"]}, "no policy is called 'fastest'"),
+        ({"policies": ["random", "random"]}, "named twice"),
+        ({"profile": "h100"}, "no profile is called 'h100'"),
+        ({"instances": 0}, "instances must be at least 1"),
+        ({"warmup": 1.0}, "warmup must be"),
+        ({"rate": 0.0}, "rate must be above 0"),
+        ({"format": "mooncake"}, "line 1: not a Mooncake request"),
+    ],
+)
+def test_settings_that_cannot_be_run_are_refused(tmp_path: Path, more: dict[str, object], says: str) -> None:
+    with pytest.raises(ReplayError, match=says):
+        replay(experiment(codex(tmp_path, 2), **more))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ({"figures": ["hbm_tokens"]}, "--set takes KEY=NUMBER"),
+        ({"figures": ["speed=1"]}, "no figure 'speed'"),
+        ({"figures": ["hbm_tokens=0"]}, "hbm_tokens must be above 0"),
+        ({"options": ["margin=1"]}, "--option takes POLICY.OPTION=VALUE"),
+        ({"options": ["round_robin.margin=1"]}, "round_robin has no option margin"),
+        ({"json": Path("nowhere/out.json")}, "there is no directory nowhere"),
+    ],
+)
+def test_words_that_say_nothing_are_refused(tmp_path: Path, words: dict[str, object], says: str) -> None:
+    with pytest.raises(ReplayError, match=says):
+        replay(experiment(codex(tmp_path, 2)), **words)  # type: ignore[arg-type]
+
+
+def test_a_trace_without_a_turn_that_fits_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadExperiment, match="no turn"):
+        run(experiment(codex(tmp_path, 2), figures={"max_model_len": 100}))
+
+
+def test_longer_turns_than_the_model_takes_cut_their_session_off(tmp_path: Path) -> None:
+    outcome = run(experiment(codex(tmp_path, 11), figures={"max_model_len": 3000}))
+    assert outcome.truncated == 11
+    assert outcome.measures["round_robin"].turns == 22

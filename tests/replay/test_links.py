@@ -1,0 +1,32 @@
+"""Transfers share bandwidth at both ends."""
+
+import pytest
+
+from replay.clock import Clock
+from replay.instance import schedule
+from replay.links import Link
+
+
+def test_two_at_once_take_as_long_as_both_together() -> None:
+    clock = Clock()
+    links, link = schedule(clock), Link(10.0)
+    ended: dict[str, float] = {}
+
+    def start(name: str, size: float, *over: Link) -> None:
+        links.start(size, over, lambda now: ended.update({name: now}), clock.now)
+
+    clock.at(0.0, start, "long", 100.0, link)
+    clock.at(2.0, start, "short", 20.0, link)
+    clock.run()
+    assert ended == {"short": pytest.approx(6.0), "long": pytest.approx(12.0)}
+
+
+def test_the_narrower_end_counts() -> None:
+    clock = Clock()
+    links = schedule(clock)
+    ended: list[float] = []
+    source, near, far = Link(10.0), Link(100.0), Link(100.0)
+    for receiver in (near, far):
+        links.start(50.0, (source, receiver), ended.append, 0.0)
+    clock.run()
+    assert ended == [pytest.approx(10.0)] * 2

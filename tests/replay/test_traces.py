@@ -1,0 +1,124 @@
+"""What trace files become: prompts as chains of which equal keys mean equal beginnings."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from replay.chains import Pieces
+from replay.traces.files import load
+from replay.traces.types import BadTrace, Trace
+from small_runs import codex, written
+
+
+def shared(trace: Trace, one: tuple[int, int], other: tuple[int, int]) -> int:
+    """Leading tokens that two prompts, (session, turn) each, have in common as far as whole blocks show."""
+    prompts = []
+    for session, turn in (one, other):
+        asked = trace.sessions[session].turns[turn]
+        prompts.append(list(asked.chain[: asked.prompt_tokens // trace.block_size]))
+    common = 0
+    for left, right in zip(*prompts, strict=False):
+        if left != right:
+            break
+        common += 1
+    return common * trace.block_size
+
+
+def test_a_codex_like_prompt_holds_all_turns_before_it_and_the_common_head(tmp_path: Path) -> None:
+    trace = load(codex(tmp_path, sessions=2), "codex_like", 64)
+    first, second = trace.sessions[0].turns[:2]
+    assert (first.prompt_tokens, second.prompt_tokens) == (2048, 2048 + 100 + 600)
+    assert second.think_s == pytest.approx(4.0 - 1.0 - 100 / 70)
+    assert shared(trace, (0, 0), (0, 1)) == 2048
+    assert shared(trace, (0, 1), (1, 1)) == 1024
+    assert shared(load(codex(tmp_path), "codex_like", 64, head=128), (0, 1), (1, 1)) == 128
+
+
+def test_copies_share_the_head_and_nothing_else(tmp_path: Path) -> None:
+    trace = load(codex(tmp_path, sessions=2), "codex_like", 64, sessions=5)
+    assert [each.name for each in trace.sessions] == ["s0", "s1", "s0 (2)", "s1 (2)", "s0 (3)"]
+    assert shared(trace, (0, 1), (2, 1)) == 1024
+
+
+def test_claude_code_answers_are_found_in_the_next_prompt_and_heads_by_their_length(tmp_path: Path) -> None:
+    def session(name: str, tools: int) -> dict[str, object]:
+        requests = [
+            {"t": 0, "type": "n", "in": 640, "out": 128, "hr": [1, 10], "think_time": 0},
+            {"t": 9, "type": "n", "in": 1290, "out": 10, "hr": [1, 16, 40, 4], "think_time": 3},
+        ]
+        return {"id": name, "block_size": 64, "tool_tokens": tools, "system_tokens": 0, "requests": requests}
+
+    rows = [session("a", 256), session("b", 256), session("c", 320)]
+    trace = load(written(tmp_path / "t", rows), "claude_code", 64)
+    one, two = trace.sessions[0].turns
+    assert list(one.chain[:12]) == list(two.chain[:12])
+    assert two.think_s == 3
+    assert shared(trace, (0, 0), (0, 1)) == 640
+    assert shared(trace, (0, 0), (1, 0)) == 256
+    assert shared(trace, (0, 0), (2, 0)) == 0
+
+
+def test_mooncake_blocks_are_cut_smaller_and_batches_spread_over_time(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 0, "input_length": 1000, "output_length": 9, "hash_ids": [0, 1]},
+        {"timestamp": 3000, "input_length": 1030, "output_length": 9, "hash_ids": [0, 2, 3]},
+        {"timestamp": 3000, "input_length": 1030, "output_length": 9, "hash_ids": [0, 2, 4]},
+    ]
+    trace = load(written(tmp_path / "t", rows), "mooncake", 64)
+    assert [each.arrives_s for each in trace.sessions] == [0, 1.5, 3]
+    assert shared(trace, (0, 0), (1, 0)) == 512
+    assert shared(trace, (1, 0), (2, 0)) == 1024
+
+
+def test_aiperf_turns_add_to_their_session(tmp_path: Path) -> None:
+    rows = [
+        {"session_id": "a", "timestamp": 500, "input_length": 640, "output_length": 64},
+        {"session_id": "b", "input_length": 100, "output_length": 1},
+        {"session_id": "a", "delay": 2000, "input_length": 128, "output_length": 64},
+    ]
+    trace = load(written(tmp_path / "t", rows), "aiperf", 64)
+    assert [each.name for each in trace.sessions] == ["a", "b"]
+    assert trace.sessions[0].arrives_s == 0.5
+    assert [each.prompt_tokens for each in trace.sessions[0].turns] == [640, 640 + 64 + 128]
+    assert trace.sessions[0].turns[1].think_s == 2
+    assert shared(trace, (0, 0), (0, 1)) == 640
+    assert shared(trace, (0, 0), (1, 0)) == 0
+
+
+@pytest.mark.parametrize("name", ["claude_code", "codex_like", "mooncake", "aiperf"])
+@pytest.mark.parametrize(
+    ("text", "says"), [("{", "line 1: not JSON"), ('{"a": 1}', "line 1: "), ("", "no lines")]
+)
+def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, name: str, text: str, says: str) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_text(text)
+    with pytest.raises(BadTrace, match=says):
+        load(str(file), name, 64)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(BadTrace, match="No such file"):
+        load(str(tmp_path / "none"), "aiperf", 64)
+    broken = tmp_path / "broken.gz"
+    broken.write_bytes(gzip.compress(json.dumps({}).encode() * 99)[:20])
+    with pytest.raises(BadTrace, match=r"broken\.gz"):
+        load(str(broken), "aiperf", 64)
+    row = {"timestamp": 0, "input_length": 1000, "output_length": 9, "hash_ids": [0]}
+    short = written(tmp_path / "t", [row])
+    with pytest.raises(BadTrace, match="do not have 1 blocks"):
+        load(short, "mooncake", 64)
+
+
+def test_pieces_are_the_list_of_their_numbers() -> None:
+    pieces = Pieces([range(5, 9), range(0), range(100, 102), range(7, 8)])
+    listed = [5, 6, 7, 8, 100, 101, 7]
+    assert list(pieces) == listed
+    assert len(pieces) == 7
+    for start in range(-8, 9):
+        for stop in range(-8, 9):
+            assert list(pieces[start:stop]) == listed[start:stop]
+    assert [pieces[at] for at in range(-7, 7)] == [*listed, *listed]
+    with pytest.raises(IndexError):
+        pieces[7]
