@@ -129,7 +129,8 @@ class Run:
     def _ask(self, session: int, place: int) -> None:
         now = self._clock.now
         jobs = self._result.jobs
-        job = Job(session, place, len(jobs), self._sessions[session].turns[place], now)
+        turns = self._sessions[session].turns
+        job = Job(session, place, len(jobs), turns[place], now, place + 1 == len(turns))
         jobs.append(job)
         self._instances[self._chooser.choose(job, now)].take(job)
 

@@ -76,10 +76,7 @@ def run(experiment: Experiment, progress: Progress | None = None) -> Outcome:
     active = experiment.active or _PER_INSTANCE * experiment.instances
     trace, truncated = _trace(experiment, profile, active)
     ideal = ideal_hits(trace)
-    to_come = [
-        float(sum(asked.prompt_tokens - hit for asked, hit in zip(session.turns, hits, strict=True)))
-        for session, hits in zip(trace.sessions, ideal, strict=True)
-    ]
+    to_come = _to_come(trace, ideal, profile)
     fleet = Fleet(profile, experiment.instances, experiment.placement if experiment.pool else None)
     load = Load(active, experiment.ramp_s, experiment.rate, experiment.think)
     total = sum(len(session.turns) for session in trace.sessions)
@@ -106,6 +103,19 @@ def bound(measures: Measures, profile: Profile, instances: int) -> Bound:
     if pulled > profile.network_bytes_s.value * 2 / 3:
         return "pool"
     return "decode and the agents' own pace"
+
+
+def _to_come(trace: Trace, ideal: Sequence[Sequence[int]], profile: Profile) -> list[float]:
+    """Seconds of work in each session that no cache can spare."""
+    token_s = 1 / profile.prefill_tok_s.value
+    answer_s = (profile.decode.decode_seq_s if profile.decode is not None else profile.decode_seq_s).value
+    return [
+        sum(
+            (asked.prompt_tokens - hit) * token_s + asked.output_tokens * answer_s
+            for asked, hit in zip(session.turns, hits, strict=True)
+        )
+        for session, hits in zip(trace.sessions, ideal, strict=True)
+    ]
 
 
 def _check(experiment: Experiment) -> None:

@@ -34,7 +34,8 @@ STRIDE: Final = 16
 class Job:
     """A turn on its way through an instance. Lengths in tokens.
 
-    session, place: which turn of which session; number: the how-manieth of the run. own_tokens: of the pool
+    session, place: which turn of which session; number: the how-manieth of the run; last: no turn comes
+    after it in its session. own_tokens: of the pool
     tokens, those that lay in the instance's own segment. pulled_bytes, put_bytes: over the network.
     """
 
@@ -43,6 +44,7 @@ class Job:
     number: int
     asked: Asked
     arrived: float
+    last: bool = False
     instance: int = -1
     prefill: Turn | None = None
     started: float = math.nan

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from random import Random
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
-from policies.types import Candidate, Policy, Rates
+from policies.ledger import Ledger, Ticket
+from policies.types import Candidate, Policy
 from policies.types import Turn as Question
 from replay.chains import Pieces
 from replay.instance import Instance, Job
@@ -28,133 +27,108 @@ class Chooser(Protocol):
     def ended(self, job: Job, now: float) -> None: ...
 
 
-# Recent work counts for so long: its weight falls to 1/e in this time.
-_RECENT_S: Final = 60.0
+# Workers are asked for their state so often.
+_REPORT_S: Final = 1.0
+# A prompt's head, as `prefix_hash` goes by it.
+_HEAD_TOKENS: Final = 1024
 
 
-@dataclass(slots=True)
-class _Charge:
-    """What one turn was expected to have done before its first token, in tokens."""
+class _Report(NamedTuple):
+    """What a worker says of itself, and how far new blocks displace others in its cache, 0 to 1."""
 
-    computed: int
-    context: float
-    own: int
-    remote: int
-
-
-@dataclass(slots=True)
-class _Ledger:
-    """The leases of one instance. queued: turns before their first token, oldest first."""
-
-    queued: dict[Job, _Charge] = field(default_factory=dict[Job, _Charge])
-    first_since: float = 0.0
-    inflight: int = 0
-    recent: float = 0.0
-    recent_at: float = 0.0
-
-    def take(self, job: Job, charge: _Charge, now: float) -> None:
-        if not self.queued:
-            self.first_since = now
-        self.queued[job] = charge
-        self.inflight += 1
-        self.recent = self.recent_now(now) + charge.computed
-        self.recent_at = now
-
-    def first_token(self, job: Job, now: float) -> None:
-        if next(iter(self.queued)) is job:
-            self.first_since = now
-        del self.queued[job]
-
-    def recent_now(self, now: float) -> float:
-        return self.recent * math.exp((self.recent_at - now) / _RECENT_S) if self.recent else 0.0
+    waiting: int
+    running: int
+    full: float
 
 
 class PolicyChooser:
     """A policy on the gateway's own index, fed by KV events that come `events_s` late.
 
-    It is shown the rates of the profile: those that a gateway has after some turns.
+    Loads and rates come from the gateway's own ledger, which learns them from the turns of this run; what
+    workers report of themselves is up to a second old.
     """
 
     def __init__(
         self, policy: Policy, instances: list[Instance], profile: Profile, pool: PoolModel | None, seed: int
     ) -> None:
-        size = profile.blocks_of_tokens
-        token_bytes = profile.block_bytes.value / size
         self._policy: Final = policy
-        self._size: Final = size
+        self._size: Final = profile.blocks_of_tokens
         self._delay: Final = profile.events_s.value
+        self._capacity: Final = int(profile.hbm_tokens.value) // self._size
         self._pool: Final = pool
         self._index: Final = BlockIndex()
+        self._ledger: Final = Ledger()
+        self._tickets: Final[dict[Job, Ticket]] = {}
         self._random: Final = Random(seed)
         self._instances: Final = instances
         self._names: Final = [f"i{each.number:04d}" for each in instances]
-        self._ledgers: Final = [_Ledger() for _ in instances]
         self._number = 0
         self._events: Final[deque[tuple[float, str, Sequence[int], int | None, bool]]] = deque()
-        self._rates: Final = Rates(
-            prefill_s=1 / profile.prefill_tok_s.value,
-            growth_s=0.0,
-            own_s=token_bytes / profile.host_bytes_s.value,
-            remote_s=token_bytes / profile.network_bytes_s.value,
-            first_s=profile.step_s.value + profile.overhead_s.value,
-            decode_s=0.0 if profile.decode is not None else profile.decode_seq_s.value,
-            confidence=(1.0, 1.0, 1.0, 1.0, 1.0, 1.0),
-        )
+        self._reported_at = -_REPORT_S
+        self._reports: list[_Report] = []
 
     def choose(self, job: Job, now: float) -> int:
         self._hear(now)
-        candidates = self._candidates(job, now)
+        if now - self._reported_at >= _REPORT_S:
+            self._reported_at, self._reports = now, self._report()
+        chain, prompt = job.asked.chain, job.asked.prompt_tokens
+        limit = (prompt - 1) // self._size
+        head = min(_HEAD_TOKENS // self._size, prompt // self._size)
         turn = Question(
-            job.asked.prompt_tokens,
+            prompt,
             self._random.random(),
             self._number,
             self._size,
             f"s{job.session}",
-            job.asked.chain[0] if len(job.asked.chain) else 0,
+            chain[head - 1] if head else 0,
         )
+        decision = self._policy(turn, self._candidates(chain, limit, now))
+        chosen = decision.chosen
+        assert chosen is not None
         self._number += 1
-        decision = self._policy(turn, candidates)
-        assert decision.target is not None
-        number = int(decision.target[1:])
-        chosen = candidates[number]
-        computed = max(0, turn.prompt_tokens - chosen.cached_tokens)
-        own = chosen.own_segment_tokens
-        remote = max(0, chosen.pool_tokens - chosen.local_tokens) - own
-        context = computed * (turn.prompt_tokens - computed / 2)
-        self._ledgers[number].take(job, _Charge(computed, context, own, remote), now)
-        return number
+        self._tickets[job] = self._ledger.sent(turn, chosen, now, keys=chain[: limit + 1])
+        return int(chosen.target[1:])
 
-    def _candidates(self, job: Job, now: float) -> list[Candidate]:
-        chain, size, prompt = job.asked.chain, self._size, job.asked.prompt_tokens
-        limit = (prompt - 1) // size
+    def _report(self) -> list[_Report]:
+        sizes = self._index.sizes()
+        found: list[_Report] = []
+        for name, each in zip(self._names, self._instances, strict=True):
+            engine = each.prefill.engine
+            held = sizes.get((name, "gpu"), 0)
+            full = min(1.0, max(0.0, 10 * held / self._capacity - 9))
+            found.append(_Report(engine.waiting, engine.running, full))
+        return found
+
+    def _candidates(self, chain: Pieces, limit: int, now: float) -> list[Candidate]:
+        size, ledger = self._size, self._ledger
         local = self._index.match(chain, limit=limit)
         pool = self._pool.prefix(chain, limit) if self._pool is not None else 0
         owned = self._owned(chain, pool)
         found: list[Candidate] = []
-        for number, (name, ledger) in enumerate(zip(self._names, self._ledgers, strict=True)):
+        for number, (name, report) in enumerate(zip(self._names, self._reports, strict=True)):
             held = local.get(name, 0)
-            own = owned(number, held) if owned is not None and pool > held else 0
-            queued = ledger.queued
-            charges = queued.values()
-            first = next(iter(charges), None)
+            load = ledger.load(name, now)
+            coming = min(limit, ledger.coming(name, chain)) if load.queued_turns else 0
             found.append(
                 Candidate(
                     name,
-                    "",
-                    held * size,
-                    pool * size,
-                    own * size,
-                    0,
-                    sum([each.computed for each in charges]),
-                    sum([each.context for each in charges]),
-                    sum([each.own for each in charges]),
-                    sum([each.remote for each in charges]),
-                    len(queued),
-                    first.computed if first is not None else 0,
-                    now - ledger.first_since if first is not None else 0.0,
-                    ledger.inflight,
-                    recent_tokens=ledger.recent_now(now),
-                    rates=self._rates,
+                    local_tokens=held * size,
+                    pool_tokens=pool * size,
+                    own_segment_tokens=owned(number, held) * size if owned is not None and pool > held else 0,
+                    coming_tokens=coming * size,
+                    queued_tokens=load.queued_tokens,
+                    queued_context=load.queued_context,
+                    queued_own_tokens=load.queued_own_tokens,
+                    queued_remote_tokens=load.queued_remote_tokens,
+                    queued_turns=load.queued_turns,
+                    head_tokens=load.head_tokens,
+                    head_s=load.head_s,
+                    inflight=load.inflight,
+                    waiting=report.waiting,
+                    running=report.running,
+                    recent_tokens=load.recent_tokens,
+                    pressure=report.full * load.reuse,
+                    rates=ledger.rates(name, now),
                 )
             )
         return found
@@ -178,10 +152,11 @@ class PolicyChooser:
         return owned
 
     def prefilled(self, job: Job, now: float) -> None:
-        self._ledgers[job.instance].first_token(job, now)
+        """With P/D the gateway sees the first token of decode; that of prefill ends its leg."""
+        self._tickets[job].first_token(now)
 
     def ended(self, job: Job, now: float) -> None:
-        self._ledgers[job.instance].inflight -= 1
+        self._tickets.pop(job).ended(now)
 
     def stored(self, instance: int, keys: Sequence[int], parent: int | None, now: float) -> None:
         self._events.append((now + self._delay, self._names[instance], keys, parent, True))
@@ -213,7 +188,7 @@ class Clairvoyant:
     def __init__(
         self, instances: list[Instance], profile: Profile, pool: PoolModel | None, to_come: Sequence[float]
     ) -> None:
-        """to_come: the prefill work of each session, in tokens that no cache can spare."""
+        """to_come: seconds of work in each session that no cache can spare."""
         self._instances: Final = instances
         self._profile: Final = profile
         self._size: Final = profile.blocks_of_tokens
@@ -227,12 +202,13 @@ class Clairvoyant:
         pool = self._pool.prefix(job.asked.chain, limit) if self._pool is not None else 0
         costs = [self._cost(each, job, limit, pool, now) for each in self._instances]
         bound = min(seconds for seconds, _ in costs) + _EQUAL_S
-        best = min(
-            (each for each, (seconds, _) in zip(self._instances, costs, strict=True) if seconds <= bound),
-            key=lambda each: (-costs[each.number][1], self._ahead[each.number], costs[each.number][0]),
-        )
-        number = best.number
+        close = [each for each in self._instances if costs[each.number][0] <= bound]
         before = self._where.get(job.session)
+        if before is None:
+            best = min(close, key=lambda each: (self._ahead[each.number], costs[each.number]))
+        else:
+            best = min(close, key=lambda each: (-costs[each.number][1], self._ahead[each.number]))
+        number = best.number
         if before != number:
             if before is not None:
                 self._ahead[before] -= self._to_come[job.session]
@@ -290,7 +266,8 @@ class Clairvoyant:
         pass
 
     def ended(self, job: Job, now: float) -> None:
-        pass
+        if job.last:
+            self._ahead[self._where.pop(job.session)] -= self._to_come[job.session]
 
     def stored(self, instance: int, keys: Sequence[int], parent: int | None, now: float) -> None:
         pass
