@@ -12,6 +12,7 @@ from gateway.aliases import Aliases
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.breaks import PrefixBreaks
 from gateway.decisions import DecisionLog
+from gateway.eligibility import Room
 from gateway.errors import ErrorBoundary
 from gateway.exchange import Message, Receive, Scope, Send
 from gateway.explain import Explainer
@@ -101,7 +102,10 @@ class Gateway:
         self.transport = AiohttpTransport(
             connect_s=timeouts.connect_s, between_chunks_s=timeouts.between_chunks_s
         )
+        limits = settings.limits
         router = Router(
+            room=Room(limits.requests, limits.tokens),
+            room_each=Room(limits.worker_requests, limits.worker_tokens),
             fleet=self.fleet,
             prompts=self.prompts,
             knowledge=self.knowledge,

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -36,6 +37,32 @@ def why_not(fleet: Fleet, worker: Worker, model: str, failed: Collection[str], o
     if worker.name in failed:
         return "failed"
     return "" if fleet.breaker_state(worker) != "open" else "breaker"
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much may be under way at once, 0: no limit; turns, and uncached tokens before their first token."""
+
+    requests: int = 0
+    tokens: int = 0
+
+    def has(self, uncached: int, *, inflight: int, queued_tokens: int) -> bool:
+        """Whether a turn more fits. One larger than all the room there is fits where nothing waits."""
+        if self.requests and inflight >= self.requests:
+            return False
+        return not self.tokens or not queued_tokens or queued_tokens + uncached <= self.tokens
+
+
+def within(room: Room, candidates: list[Candidate], prompt_tokens: int) -> list[Candidate]:
+    """The candidates, those without `room` for the turn excluded as full."""
+    if room == Room():
+        return candidates
+
+    def full(c: Candidate) -> bool:
+        uncached = max(0, prompt_tokens - c.cached_tokens)
+        return not room.has(uncached, inflight=c.inflight, queued_tokens=c.queued_tokens)
+
+    return [replace(c, excluded="full") if not c.excluded and full(c) else c for c in candidates]
 
 
 def eased(candidates: list[Candidate], ramps: Sequence[float]) -> list[Candidate]:

@@ -15,6 +15,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+# ASGI extension of our own server: a function that drops the client's connection at once.
+ABORT = "moongate.abort"
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -37,6 +39,9 @@ class Exchange:
         self.client: str = (scope.get("client") or ("", 0))[0]
         self.started = False
         self.finished = False
+        self.stalled = False
+        self._sending_since: float | None = None
+        self._abort: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT)
         self._receive = receive
         self._send = send
         given = self.header(b"x-request-id")
@@ -72,10 +77,12 @@ class Exchange:
                 return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     @asynccontextmanager
-    async def connected(self) -> AsyncGenerator[None, None]:
+    async def connected(self, stall_s: float = 0.0) -> AsyncGenerator[None, None]:
         """Run the body only while the client listens; its leaving raises ClientGone inside, at any await.
 
-        Call after `read_body`: from then on the only message a client can still send is its disconnect.
+        So does a client that takes nothing of what is sent for `stall_s` seconds (0: it may); `stalled` is
+        true then. Call after `read_body`: from then on the only message a client can still send is its
+        disconnect.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -85,10 +92,24 @@ class Exchange:
             nonlocal gone
             while (await self._receive())["type"] != "http.disconnect":
                 pass
-            if not self.finished:
+            if not self.finished and not gone:
                 gone = True
                 task.cancel()
 
+        def look_at_sending() -> None:
+            nonlocal gone, looking
+            since = self._sending_since
+            if gone:
+                return
+            if since is not None and loop.time() - since >= stall_s:
+                gone = self.stalled = True
+                task.cancel()
+            else:
+                looking = loop.call_later(stall_s / 4, look_at_sending)
+
+        loop = asyncio.get_running_loop()
+        # One timer for a turn, not one for each chunk.
+        looking = loop.call_later(stall_s / 4, look_at_sending) if stall_s else None
         watcher = asyncio.create_task(watch())
         try:
             yield
@@ -98,6 +119,8 @@ class Exchange:
             raise
         finally:
             watcher.cancel()
+            if looking is not None:
+                looking.cancel()
 
     async def start(self, status: int, headers: Headers) -> None:
         self.started = True
@@ -105,7 +128,14 @@ class Exchange:
 
     async def send(self, chunk: bytes) -> None:
         """Returns once the client's socket can take more: a slow reader slows the worker, not our memory."""
+        self._sending_since = asyncio.get_running_loop().time()
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._sending_since = None
+
+    def abort(self) -> None:
+        """Drop the connection with whatever is still to be written: to a client that does not read."""
+        if self._abort is not None:
+            self._abort()
 
     async def finish(self, chunk: bytes = b"") -> None:
         self.finished = True

@@ -123,6 +123,7 @@ class Metrics:
         self._prefix_reports_dropped = counter(
             "prefix_reports_dropped", "Departing prompts not looked into: too many at once."
         )
+        self._overloads = counter("overloaded", "Turns turned away for want of room.")
         self._by_worker = (self._kv_events, self._upstream_errors)
         # Made once: they are on every turn's way, and show as 0 from the start.
         self._sources = {s: self._prompt_tokens.labels(s) for s in ("local", "pool", "computed")}
@@ -152,6 +153,10 @@ class Metrics:
         """What the worker reported. Reports are not trusted to make sense."""
         self._cached.inc(max(0, actual))
         self._prediction_error.observe(abs(predicted - actual))
+
+    @_harmless
+    def overloaded(self) -> None:
+        self._overloads.inc()
 
     @_harmless
     def kv_events(self, worker: str, kind: str, count: int = 1) -> None:

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from gateway.api import ParsedTurn
 from gateway.charge import Charge
-from gateway.eligibility import eased, why_nobody, why_not
-from gateway.errors import NoWorker
+from gateway.eligibility import Room, eased, why_nobody, why_not, within
+from gateway.errors import NoWorker, Overloaded
 from gateway.prompts import ModelPrompts, Understood
 from policies.ledger import Ledger
 from policies.types import Candidate, Decision, Policy, Turn
@@ -22,6 +22,7 @@ from store.pool import PoolPrefix, PoolView
 from workers.fleet import Fleet
 from workers.worker import Target
 
+_ENDLESS = Room()
 _NO_POOL = PoolPrefix(blocks=0, known=False)
 # Workers are probed every second or so: by then one may have come up.
 _RETRY_AFTER_S = 2.0
@@ -116,9 +117,12 @@ class Router:
         pool: PoolView | None,
         policy: Policy,
         ledger: Ledger,
+        room: Room = _ENDLESS,
+        room_each: Room = _ENDLESS,
         draws: Draws | None = None,
     ) -> None:
         self.policy = policy
+        self._room, self._room_each = room, room_each
         self._fleet = fleet
         self._prompts = prompts
         self._knowledge = knowledge
@@ -201,10 +205,18 @@ class Router:
         return self.policy(sight.turn(self._number), self.candidates(sight, failed))
 
     def place(self, sight: Sight, failed: Collection[str] = ()) -> Placement:
-        """Decide and charge, with no await between. Raises NoWorker."""
+        """Decide and charge, with no await between. Raises NoWorker, Overloaded.
+
+        The one place where a turn is turned away for want of room: a queue would wait around this call.
+        """
+        leases, size = self._fleet.leases, sight.prompt_tokens
+        if not self._room.has(0, inflight=leases.total.inflight, queued_tokens=leases.total.queued_tokens):
+            raise self._overloaded(size)
         decision = self.decide(sight, failed)
         chosen = decision.chosen
         if decision.target is None or chosen is None:
+            if any(candidate.excluded == "full" for candidate in decision.candidates):
+                raise self._overloaded(size)
             raise NoWorker(why_nobody(decision.candidates, sight.model), retry_after_s=_RETRY_AFTER_S)
         target = next(t for t in self._fleet.targets() if t.name == decision.target)
         self._fleet.sent(target.worker)
@@ -221,6 +233,10 @@ class Router:
         self._number += 1
         return Placement(decision, target, chosen, Charge(lease, ticket))
 
+    def _overloaded(self, prompt_tokens: int) -> Overloaded:
+        wait_s = self._fleet.leases.wait_s(turns=1, tokens=prompt_tokens)
+        return Overloaded("too many turns are under way; try again later", retry_after_s=wait_s)
+
     def without_pool(self, sight: Sight) -> Sight:
         """For a turn that failed where it was to pull from the pool: placed anew without that credit."""
         return replace(sight, pool=_NO_POOL)
@@ -235,6 +251,7 @@ class Router:
             self._full_at, self._full = now, self._fullness()
         targets = self._fleet.targets()
         candidates = [self._candidate(target, sight, failed, now) for target in targets]
+        candidates = within(self._room_each, candidates, sight.prompt_tokens)
         return eased(candidates, [self._fleet.ramp(target.worker) for target in targets])
 
     def _fullness(self) -> dict[str, float]:

@@ -4,24 +4,32 @@ import asyncio
 import logging
 import math
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway import errors
+from gateway.exchange import ABORT
 from gateway.settings import Settings
 
 # Clients keep an idle connection and use it for the next turn. Closing first would race with that use;
 # the SDKs' own HTTP client gives up an idle connection after 5 s, load balancers mostly after 60 s.
 _KEEP_ALIVE_S = 75
 _BACKLOG = 2048
+# Listening sockets, event streams, probes, the pool, logs.
+_OWN_DESCRIPTORS = 64
+_FEW_TURNS = 1000
+
+logger = logging.getLogger(__name__)
 
 
 class CannotListen(Exception):
@@ -72,8 +80,35 @@ def listening(settings: Settings) -> Generator[list[socket.socket]]:
         yield [stack.enter_context(listen(settings.server.host, port)) for port in ports]
 
 
-class _Protocol(HttpToolsProtocol):
-    """What is no HTTP at all gets an answer in our shape too."""
+def claim_descriptors(requests: int) -> int:
+    """Raise the limit of open files as far as it may be; say what it means for turns. Returns the limit.
+
+    requests: `limits.requests`, 0 if there is none.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    if soft == resource.RLIM_INFINITY:
+        return soft
+    turns = max(0, soft - _OWN_DESCRIPTORS) // 2
+    logger.info("%d open files allowed: room for about %d turns at once, two connections each", soft, turns)
+    if turns < max(requests, _FEW_TURNS):
+        logger.warning(
+            "%d open files are few%s: raise the limit (ulimit -n, LimitNOFILE=, --ulimit nofile=)",
+            *(soft, f" for limits.requests = {requests}" if turns < requests else ""),
+        )
+    return soft
+
+
+class Protocol(HttpToolsProtocol):
+    """uvicorn's, with two things more: an error in our shape for what is no HTTP, and a way to hang up."""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        # Closing waits until everything was written: for ever, if the client does not read.
+        self.scope["extensions"] = cast(dict[str, dict[object, object]], {ABORT: self.transport.abort})
 
     def send_400_response(self, msg: str) -> None:
         content = errors.body(errors.InvalidRequest("the request is not valid HTTP"), "openai")
@@ -122,7 +157,7 @@ def run(
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=_Protocol,
+        http=Protocol,
         ws="none",
         lifespan="on",
         log_config=None,
@@ -135,6 +170,7 @@ def run(
     print(
         f"moongate listens on {base_url(sockets[0])}, admin on {base_url(sockets[-1])}/admin/v1", flush=True
     )
+    claim_descriptors(settings.limits.requests)
     server = _Server(config, on_end, settings.timeouts.drain_delay_s)
 
     def end(*_: object) -> None:

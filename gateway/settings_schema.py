@@ -202,6 +202,12 @@ class Timeouts(Section, frozen=True):
     between_chunks_s: Annotated[
         Seconds, Meta(description="Seconds between two chunks of an answer; 0: no limit.")
     ] = 300.0
+    stall_s: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds a client may take nothing of its answer before it is cut off; 0: no limit."
+        ),
+    ] = 60.0
     total_s: Annotated[Seconds, Meta(description="Seconds for a whole turn; 0: no limit.")] = 0.0
     drain_delay_s: Annotated[
         Seconds,
@@ -211,6 +217,18 @@ class Timeouts(Section, frozen=True):
 
 
 class Limits(Section, frozen=True):
+    """What is beyond the first four is refused with 429; a turn is never refused for being large alone."""
+
+    requests: Annotated[Count, Meta(description="Turns under way in all; 0: no limit.")] = 0
+    tokens: Annotated[
+        Count, Meta(description="Uncached prompt tokens waiting for their first token in all; 0: no limit.")
+    ] = 0
+    worker_requests: Annotated[
+        Count, Meta(description="Turns under way on one worker (or data-parallel rank); 0: no limit.")
+    ] = 0
+    worker_tokens: Annotated[
+        Count, Meta(description="Uncached prompt tokens waiting on one worker (or rank); 0: no limit.")
+    ] = 0
     max_body_bytes: Annotated[Count, Meta(description="Largest request body; 0: no limit.")] = 64 << 20
     tries: Annotated[
         int, Meta(ge=1, description="Workers tried for one turn before anything was answered.")

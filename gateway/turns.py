@@ -117,16 +117,24 @@ class TurnApp:
             content_type = exchange.header(b"content-type") or b""
             parsed = parse(exchange.method, exchange.path, body, content_type)
             turn.parsed, body = self._aliases.resolved(parsed, body, content_type)
-            async with exchange.connected(), asyncio.timeout(self._timeouts.total_s or None):
+            async with (
+                exchange.connected(self._timeouts.stall_s),
+                asyncio.timeout(self._timeouts.total_s or None),
+            ):
                 await self._serve(turn, turn.parsed, body)
         except ClientGone:
             turn.status, turn.outcome = _CLIENT_CLOSED, "cancelled"
+            if exchange.stalled:
+                exchange.abort()
+                raise errors.ResponseCut from None
         except asyncio.CancelledError:
             turn.outcome = "cancelled"
             raise
         except TimeoutError:
             await self._refuse(turn, errors.UpstreamTimeout("the turn took longer than it may"))
         except errors.ApiError as error:
+            if isinstance(error, errors.Overloaded):
+                self._metrics.overloaded()
             await self._refuse(turn, error)
         finally:
             self._account(turn)

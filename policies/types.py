@@ -58,7 +58,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """One target as the policy sees it, all lengths in tokens.
 
     excluded: why the target may not be chosen ("" if it may): down, starting, cordoned, model, failed, role,
-    breaker (failing turns), ramp (just back, and busy for that), or a guard's name.
+    full, breaker (failing turns), ramp (just back, and busy for that), or a guard's name.
     local_tokens: usable leading tokens in the target's own GPU cache (engine's hit rule applied).
     pool_tokens: usable leading tokens readable from the pool.
     own_segment_tokens: of what it would pull (pool_tokens beyond local_tokens), those that lie in its own

@@ -1,6 +1,10 @@
 """The load charged to targets by turns under way."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from workers.drain import DrainRate
 
 
 @dataclass(slots=True)
@@ -12,10 +16,16 @@ class TargetLoad:
 
 
 class LeaseBook:
-    """Charges and returns load. A lease is charged at the instant of the decision, with no await between."""
+    """Charges and returns load. A lease is charged at the instant of the decision, with no await between.
 
-    def __init__(self) -> None:
+    total: over all targets. clock: steady seconds, for how fast load goes away.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total = TargetLoad()
         self._loads: dict[str, TargetLoad] = {}
+        self._clock = clock
+        self._drain = DrainRate(clock())
 
     def load(self, target: str) -> TargetLoad:
         """The present load of `target` (zeros if nothing is under way)."""
@@ -23,22 +33,29 @@ class LeaseBook:
 
     def take(self, target: str, uncached_tokens: int) -> "Lease":
         load = self._loads.setdefault(target, TargetLoad())
-        load.inflight += 1
-        load.queued_tokens += uncached_tokens
+        for charged in (load, self.total):
+            charged.inflight += 1
+            charged.queued_tokens += uncached_tokens
         return Lease(self, target, uncached_tokens)
 
     def settle(self, target: str, *, tokens: int, turns: int) -> None:
         """Return `tokens` and `turns` of `target`; a target without load is forgotten."""
         load = self._loads[target]
-        load.queued_tokens -= tokens
-        load.inflight -= turns
+        for charged in (load, self.total):
+            charged.queued_tokens -= tokens
+            charged.inflight -= turns
+        self._drain.ended(self._clock(), turns=turns, tokens=tokens)
         assert load.queued_tokens >= 0
         assert load.inflight >= 0
         if load.inflight == 0:
             del self._loads[target]
 
     def total_inflight(self) -> int:
-        return sum(load.inflight for load in self._loads.values())
+        return self.total.inflight
+
+    def wait_s(self, *, turns: int = 0, tokens: int = 0) -> float:
+        """Seconds until so many turns and queued tokens will have gone, as fast as they went of late."""
+        return self._drain.wait_s(self._clock(), turns=turns, tokens=tokens)
 
 
 class Lease:

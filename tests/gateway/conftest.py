@@ -9,6 +9,7 @@ import pytest
 import uvicorn
 
 from gateway.app import Gateway
+from gateway.serve import Protocol
 from gateway.settings import Settings, load
 from peer import Handler, Peer
 
@@ -48,7 +49,13 @@ async def serving(settings: Settings) -> AsyncIterator[Front]:
     gateway = Gateway(settings)
     server = uvicorn.Server(
         uvicorn.Config(
-            gateway, host="127.0.0.1", port=0, log_level="warning", lifespan="on", timeout_graceful_shutdown=2
+            gateway,
+            host="127.0.0.1",
+            port=0,
+            http=Protocol,
+            log_level="warning",
+            lifespan="on",
+            timeout_graceful_shutdown=2,
         )
     )
     server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
