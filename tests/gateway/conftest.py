@@ -16,6 +16,8 @@ from peer import Handler, Peer
 # Raw-socket workers can't render: prompts stay unknown, and nothing but the turns of a test reaches them.
 QUICK = {
     "MOONGATE_WORKERS__HEALTH_INTERVAL_S": "0.05",
+    # Of a busy machine: no peer here is slow on purpose.
+    "MOONGATE_WORKERS__HEALTH_TIMEOUT_S": "20",
     "MOONGATE_PROMPT__SOURCE": "local",
     "MOONGATE_INDEX__SNAPSHOT_PATH": "",
 }
@@ -33,7 +35,7 @@ class Front:
     def port(self) -> int:
         return int(self.url.rsplit(":", 1)[1])
 
-    async def until(self, condition: Callable[[], bool], budget_s: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], budget_s: float = 20.0) -> None:
         """Wait until an observable condition holds."""
         async with asyncio.timeout(budget_s):
             while not condition():
