@@ -24,13 +24,14 @@ from typing import Any
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-import msgspec
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from gateway.api import parse
+from gateway.bodies import Bodies
 from store.hashing import HashScheme, chain
 from store.prompt.local import LocalPrompts
-from store.prompt.request import ChatPrompt
+from store.prompt.request import PromptRequest
 from workers.launch.tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS, WORDS
 
 VOCABULARY = 120_000
@@ -58,7 +59,8 @@ def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     print(f"load {loaded - began:.1f} s, fast encoder found and proven in {hastened:.1f} s\n")
     rounds = 5 if quick else 15
-    rows = {name: measure(prompts, tokens, rounds) for name, tokens in SIZES.items()}
+    bodies = Bodies(128 << 20)
+    rows = {name: measure(prompts, bodies, tokens, rounds) for name, tokens in SIZES.items()}
     hash_us = hashing(rounds)
     per_token = memory()
     report(rows, slow)
@@ -77,22 +79,22 @@ def main() -> None:
     print("RESULT " + json.dumps({key: round(value, 3) for key, value in result.items()}))
 
 
-def measure(prompts: LocalPrompts, tokens: int, rounds: int) -> dict[str, dict[str, float]]:
+def measure(prompts: LocalPrompts, bodies: Bodies, tokens: int, rounds: int) -> dict[str, dict[str, float]]:
     """Medians in ms: `cold` (a conversation never seen), `warm` (its next turn), `repeat` (that again)."""
     samples: dict[str, dict[str, list[float]]] = {}
     for _ in range(rounds):
         conversation = Conversation(tokens)
         first, following = conversation.body(), conversation.next_turn()
         for kind, body in (("cold", first), ("warm", following), ("repeat", following)):
-            for stage, value in timed(prompts, body).items():
+            for stage, value in timed(prompts, bodies, body).items():
                 samples.setdefault(kind, {}).setdefault(stage, []).append(value)
     return {kind: {k: statistics.median(v) for k, v in stages.items()} for kind, stages in samples.items()}
 
 
-def timed(prompts: LocalPrompts, body: bytes) -> dict[str, float]:
+def timed(prompts: LocalPrompts, bodies: Bodies, body: bytes) -> dict[str, float]:
     """CPU ms of each stage, and the wall time of all."""
     wall, start = time.perf_counter(), time.process_time()
-    request = msgspec.json.decode(body, type=ChatPrompt)
+    request = read(body, bodies)
     parsed = time.process_time()
     plan = prompts.plan(request, SCHEME)
     planned = time.process_time()
@@ -110,9 +112,17 @@ def timed(prompts: LocalPrompts, body: bytes) -> dict[str, float]:
     return {stage: value * 1e3 for stage, value in seconds.items()}
 
 
+def read(body: bytes, bodies: Bodies) -> PromptRequest:
+    request = parse("POST", "/v1/chat/completions", body, bodies=bodies).prompt
+    assert request is not None
+    return request
+
+
 def cold(prompts: LocalPrompts, tokens: int, rounds: int) -> float:
     """Wall ms of a conversation never seen, with the tokenizer as it comes."""
-    return statistics.median(timed(prompts, Conversation(tokens).body())["wall"] for _ in range(rounds))
+    return statistics.median(
+        timed(prompts, Bodies(0), Conversation(tokens).body())["wall"] for _ in range(rounds)
+    )
 
 
 def hashing(rounds: int) -> float:
@@ -124,12 +134,12 @@ def hashing(rounds: int) -> float:
 
 def memory() -> float:
     """Bytes per token of a full cache, of 40 sessions that each grow to 20K tokens."""
-    prompts = LocalPrompts.load(str(MODEL), cache_bytes=4 << 20)
+    prompts, bodies = LocalPrompts.load(str(MODEL), cache_bytes=4 << 20), Bodies(1 << 20)
     for _ in range(40):
         conversation = Conversation(10_000)
         for _ in range(4):
-            prompts.prompt(msgspec.json.decode(conversation.next_turn(), type=ChatPrompt), SCHEME)
-    return prompts.cached_bytes / prompts.cached_tokens
+            prompts.prompt(read(conversation.next_turn(), bodies), SCHEME)
+    return (prompts.cached_bytes + bodies.bytes) / prompts.cached_tokens
 
 
 def median_cpu(work: Callable[[], object], rounds: int) -> float:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar, cast
 import msgspec
 
 from gateway import errors
+from gateway.bodies import Bodies
 from gateway.exchange import Headers
 from gateway.forms import field_span
 from gateway.sessions import named_in_body
@@ -175,11 +176,16 @@ def is_event_stream(headers: Headers) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
 
 
-def parse(method: str, path: str, body: bytes, content_type: bytes = b"") -> ParsedTurn:
-    """Read `body` as what `path` takes. Raises InvalidRequest, with the field to blame if there is one."""
+def parse(
+    method: str, path: str, body: bytes, content_type: bytes = b"", bodies: Bodies | None = None
+) -> ParsedTurn:
+    """Read `body` as what `path` takes; what it repeats of earlier `bodies` is not read again.
+
+    Raises InvalidRequest, with the field to blame if there is one.
+    """
     reader = _READERS.get(path) if method == "POST" else None
     if reader is not None:
-        return reader(body)
+        return reader(body, bodies or Bodies(0))
     if path.startswith(_STORED):
         return ParsedTurn(
             "responses", "", unknown="other_api", response_id=path[len(_STORED) :].split("/")[0]
@@ -187,11 +193,11 @@ def parse(method: str, path: str, body: bytes, content_type: bytes = b"") -> Par
     return _other(body, content_type)
 
 
-def _chat(body: bytes) -> ParsedTurn:
+def _chat(body: bytes, bodies: Bodies) -> ParsedTurn:
     head: _Chat | _ChatTurn
     prompt: ChatPrompt | None
     try:
-        head = prompt = msgspec.json.decode(body, type=_ChatTurn, strict=False)
+        head = prompt = bodies.read(body, _ChatTurn, "messages")
     except _UNREADABLE:
         head, prompt = _decode(body, _Chat), None
     _refuse_transfer(head.kv_transfer_params)
@@ -207,7 +213,7 @@ def _chat(body: bytes) -> ParsedTurn:
     )
 
 
-def _completion(body: bytes) -> ParsedTurn:
+def _completion(body: bytes, _: Bodies) -> ParsedTurn:
     head = _decode(body, _Completion)
     _refuse_transfer(head.kv_transfer_params)
     prompts = _prompts(head.prompt)
@@ -227,23 +233,23 @@ def _completion(body: bytes) -> ParsedTurn:
     )
 
 
-def _messages(body: bytes) -> ParsedTurn:
-    return _whole("messages", body, _MessagesTurn, _Messages)
+def _messages(body: bytes, bodies: Bodies) -> ParsedTurn:
+    return _whole("messages", body, _Messages, lambda: bodies.read(body, _MessagesTurn, "messages"))
 
 
-def _responses(body: bytes) -> ParsedTurn:
-    return _whole("responses", body, _ResponsesTurn, _Responses)
+def _responses(body: bytes, bodies: Bodies) -> ParsedTurn:
+    return _whole("responses", body, _Responses, lambda: bodies.read(body, _ResponsesTurn, "input"))
 
 
 def _whole(
     api: Api,
     body: bytes,
-    whole: type[_MessagesTurn | _ResponsesTurn],
     least: type[_Messages | _Responses],
+    whole: Callable[[], _MessagesTurn | _ResponsesTurn],
 ) -> ParsedTurn:
     """A body whose prompt is the body itself; one that is only the least it must be has an unknown prompt."""
     try:
-        turn = msgspec.json.decode(body, type=whole, strict=False)
+        turn = whole()
     except _UNREADABLE:
         head = _decode(body, least)
         _refuse_transfer(head.kv_transfer_params)
@@ -343,7 +349,7 @@ def _refuse_transfer(params: object) -> None:
         raise errors.InvalidRequest("kv_transfer_params is not for clients", param="kv_transfer_params")
 
 
-_READERS: Mapping[str, Callable[[bytes], ParsedTurn]] = {
+_READERS: Mapping[str, Callable[[bytes, Bodies], ParsedTurn]] = {
     "/v1/chat/completions": _chat,
     "/v1/completions": _completion,
     "/v1/messages": _messages,

@@ -10,6 +10,7 @@ from gateway.admin import AdminParts, build_admin
 from gateway.admin_views import PoolAnswer
 from gateway.aliases import Aliases
 from gateway.auth import AdminToken, ClientKeys, Guard
+from gateway.bodies import Bodies
 from gateway.breaks import PrefixBreaks
 from gateway.decisions import DecisionLog
 from gateway.eligibility import Room
@@ -41,6 +42,8 @@ from workers.probe import Probe
 
 logger = logging.getLogger(__name__)
 
+# Of a tokenizer's cache, for bodies of conversations seen before.
+_BODIES_SHARE = 4
 # As the metric index_trust shows it: exact knowledge, some, none.
 _TRUST = {"exact": 1.0, "catching-up": 0.5, "degraded": 0.0}
 _BREAKER = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
@@ -136,6 +139,7 @@ class Gateway:
             breaks=self.breaks,
             aliases=aliases,
             responses=self.responses,
+            bodies=Bodies(settings.prompt.cache_bytes // _BODIES_SHARE),
         )
         self.fleet.listen(self._turns.patience.follow)
         self._admin = build_admin(

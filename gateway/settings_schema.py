@@ -111,7 +111,11 @@ class ModelSettings(Section, frozen=True):
 
 class PromptSettings(Section, frozen=True):
     cache_bytes: Annotated[
-        Count, Meta(description="Memory for the text and tokens of conversations seen before, per model.")
+        Count,
+        Meta(
+            description="Memory for the text and tokens of conversations seen before, per model; a quarter "
+            "as much for their bodies, all models together."
+        ),
     ] = 256 << 20
     threads: Annotated[int, Meta(ge=1, description="Threads that tokenize long new prompts, per model.")] = 1
 

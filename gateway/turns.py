@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from gateway import errors, stored
 from gateway.aliases import Aliases
 from gateway.api import ParsedTurn, is_event_stream, parse
+from gateway.bodies import Bodies
 from gateway.breaks import PrefixBreaks
 from gateway.decisions import DecisionLog, DecisionRecord, Outcome, OutcomeKind
 from gateway.divergence import PrefixReport
@@ -92,6 +93,7 @@ class TurnApp:
         breaks: PrefixBreaks,
         aliases: Aliases,
         responses: StoredResponses,
+        bodies: Bodies,
     ) -> None:
         self._router = router
         self._transport = transport
@@ -108,6 +110,7 @@ class TurnApp:
         self._breaks = breaks
         self._aliases = aliases
         self._stored = responses
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -115,7 +118,7 @@ class TurnApp:
         try:
             body = await exchange.read_body(self._limits.max_body_bytes)
             content_type = exchange.header(b"content-type") or b""
-            parsed = parse(exchange.method, exchange.path, body, content_type)
+            parsed = parse(exchange.method, exchange.path, body, content_type, self._bodies)
             turn.parsed, body = self._aliases.resolved(parsed, body, content_type)
             async with (
                 exchange.connected(self._timeouts.stall_s),

@@ -201,8 +201,14 @@ def digest_width(algo: HashAlgo) -> int:
     return 16 if algo.startswith("xxhash") else 32
 
 
+# A copy of it is made in half the time that OpenSSL 3 takes to begin anew.
+_SHA256: Final = hashlib.sha256()
+
+
 def _sha256(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+    state = _SHA256.copy()
+    state.update(data)
+    return state.digest()
 
 
 def _digest_of(algo: HashAlgo) -> Callable[[bytes], bytes]:

@@ -2,24 +2,29 @@
 
 A template is somebody else's program, so it runs in Jinja's sandbox. The short cuts here only skip checks
 whose outcome is known: a key of a plain dict that names no method, a public attribute of Jinja's own loop
-objects, a call of a macro of the template itself. They more than halve the time of a render (from 1.9 ms for
+objects, a call of a macro of the template itself. They cut the time of a render to a third (from 1.9 ms for
 the 84 messages of an 80K-token agent turn).
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import datetime
+from functools import partial
+from json.encoder import encode_basestring
 from typing import Any, Final, NoReturn, cast
 
 import jinja2
 from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame, optimizeconst
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _DICT_METHODS: Final = frozenset(dir(dict))
+_OF_LOOPS: Final = frozenset(("first", "last", "index", "index0", "previtem", "nextitem", "length"))
 
 
 class Printed(dict[str, Any]):
@@ -46,7 +51,57 @@ def make_environment() -> jinja2.Environment:
     return environment
 
 
+class _CodeGenerator(CodeGenerator):
+    """Writes the look-up of a key in a plain dict in line: a call of the environment takes 0.2 us more."""
+
+    @optimizeconst
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802 (as in Jinja)
+        if node.attr in _DICT_METHODS:
+            super().visit_Getattr(node, frame)
+        else:
+            self._look_up(node.node, node.attr, "getattr", frame)
+
+    @optimizeconst
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802 (as in Jinja)
+        if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str):
+            self._look_up(node.node, node.arg.value, "getitem", frame)
+        else:
+            super().visit_Getitem(node, frame)
+
+    @optimizeconst
+    def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:  # noqa: N802
+        plain = not (node.kwargs or node.dyn_args or node.dyn_kwargs or forward_caller)
+        if not plain or not isinstance(node.node, nodes.Name):
+            super().visit_Call(node, frame, forward_caller=forward_caller)
+            return
+        it = self.temporary_identifier()
+        self.write(f"({it}._func if type({it} := ")
+        self.visit(node.node, frame)
+        self.write(f") is Macro and {it}._argument_count == {len(node.args)} and not ({it}.caller")
+        self.write(f" or {it}.catch_kwargs or {it}.catch_varargs or context.eval_ctx.autoescape)")
+        self.write(f" else environment.callable(context, {it}")
+        self.write(", _loop_vars" if frame.loop_frame else ", None")
+        self.write(", _block_vars))(" if frame.block_frame else ", None))(")
+        for argument in node.args:
+            self.visit(argument, frame)
+            self.write(", ")
+        self.write(")")
+
+    def _look_up(self, container: nodes.Expr, key: str, otherwise: str, frame: Frame) -> None:
+        it = self.temporary_identifier()
+        if isinstance(container, nodes.Name) and container.name == "loop" and key in _OF_LOOPS:
+            self.write(f"({it}.{key} if type({it} := ")
+            self.visit(container, frame)
+            self.write(f") is LoopContext else environment.{otherwise}({it}, {key!r}))")
+            return
+        self.write(f"({it}[{key!r}] if type({it} := ")
+        self.visit(container, frame)
+        self.write(f") is dict and {key!r} in {it} else environment.{otherwise}({it}, {key!r}))")
+
+
 class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _CodeGenerator
+
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = cast(object, type(obj))
         if kind is dict or kind is Printed:
@@ -58,6 +113,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         elif kind is LoopContext and attribute[0] != "_":
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
+
+    def callable(self, context: Context, obj: Any, loop_vars: Any, block_vars: Any) -> Callable[..., Any]:
+        return partial(self.call, context, obj, _loop_vars=loop_vars, _block_vars=block_vars)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (as in Jinja)
         if type(__obj) is Macro:
@@ -97,6 +155,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter would escape HTML.
+    if type(value) is str and not ensure_ascii:
+        return encode_basestring(value)
     if type(value) is Printed and not (ensure_ascii or sort_keys) and indent is None and separators is None:
         return value.as_json()
     return json.dumps(

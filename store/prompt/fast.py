@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -27,6 +28,9 @@ Json: TypeAlias = dict[str, Any]
 
 # tokenizers' own pattern of its ByteLevel step.
 _GPT2_WORDS: Final = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LOOKS_AROUND: Final = re.compile(r"\(\?<?[=!]")
+# Flags that hold to the end of their group, and classes that begin with a bracket.
+_UNCLEAR: Final = re.compile(r"\(\?[a-zA-Z]*(-[a-zA-Z]+)?\)|\[\^?\]")
 _HARMLESS_NORMALIZERS: Final = frozenset(("NFC", "NFD", "NFKC", "NFKD"))
 # Large blocks of letters without any internal distinction: every 64th stands for the others.
 _UNIFORM: Final = ((0x3400, 0x4DC0), (0x4E00, 0xA000), (0xAC00, 0xD7A4), (0x20000, 0x2A6E0))
@@ -65,7 +69,7 @@ class FastEncoder:
         ranks = {content: rank for content, (rank, _) in table.items()}
         try:
             encoding = tiktoken.Encoding(
-                "twin", pat_str=words, mergeable_ranks=ranks, special_tokens=specials
+                "twin", pat_str=_grouped(words), mergeable_ranks=ranks, special_tokens=specials
             )
         except Exception:  # a pattern the other engine does not know
             return None
@@ -129,6 +133,31 @@ def _words(step: Json | None) -> str | None:
     split = steps[0]
     plain = split["behavior"] == "Isolated" and not split["invert"] and not steps[1]["use_regex"]
     return split["pattern"].get("Regex") if plain else None
+
+
+def _grouped(pattern: str) -> str:
+    """The same pattern, with the alternatives before the first that looks around as one.
+
+    tiktoken's engine tries each alternative by itself where one of them looks around, but a group that does
+    not at once: words are found in three quarters of the time.
+    """
+    if _UNCLEAR.search(pattern):
+        return pattern
+    ends = [0]
+    depth, in_class, escaped = 0, False, False
+    for place, letter in enumerate(pattern):
+        if escaped or letter == "\\":
+            escaped = not escaped
+        elif in_class or letter == "[":
+            if in_class and letter == "[":  # one class within another
+                return pattern
+            in_class = letter != "]"
+        elif letter == "|" and not depth:
+            ends.append(place)
+        else:
+            depth += (letter == "(") - (letter == ")")
+    plain = [end for end in ends if not _LOOKS_AROUND.search(pattern, 0, end)]
+    return f"(?:{pattern[: plain[-1]]}){pattern[plain[-1] :]}" if plain[-1] else pattern
 
 
 def _normalizers(step: Json | None) -> list[str] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,8 +55,8 @@ _MEDIA_FIRST: Final = frozenset(
         "OpenVLAForActionPrediction",
     )
 )
-# Share of the cache's bytes for whole requests and their text, which are short cuts only.
-_RECENT_SHARE: Final = 4
+# Share of the cache's bytes for the text of whole prompts, which is a short cut only.
+_RECENT_SHARE: Final = 8
 # A last piece below this many characters is not worth an entry.
 _SHORT: Final = 256
 # Ids of a prompt that came as ids are kept as digests only, for runs of this many.
@@ -64,10 +65,10 @@ _RUN_IDS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A request's text, UTF-8, with where its pieces end, and what tells the request from others."""
+    """The text of `request` as it was given, UTF-8, with where its pieces end."""
 
+    request: PromptRequest
     conversation: Hashable
-    body: bytes
     text: bytes
     ends: Sequence[int]
 
@@ -187,26 +188,23 @@ class LocalPrompts:
             none_hash(scheme.algo, scheme.seed)
         except ValueError as wrong:
             raise Unrenderable("hash_seed_unknown", str(wrong)) from wrong
-        request = self._as_rendered(request)
+        given, request = request, self._as_rendered(request)
         if (request.truncate_prompt_tokens or 0) < 0:
             raise Unrenderable("truncate_to_model_length")
         root = _root(request, scheme, lora)
         if isinstance(request, TokensPrompt):
             return self._plan_ids(request, scheme, lora, root)
         if request.truncate_prompt_tokens is not None:
-            text = self._renderer.render(request) if isinstance(request, ChatPrompt) else request.text
-            return Plan(request, scheme, lora, (), (), (text,))
+            return Plan(request, scheme, lora, (), (), (self._text(request),))
         try:
-            body = msgspec.msgpack.encode(request)
             conversation = (root, _beginning(request))
             recent = self._recent.get(conversation)
-            if recent is not None and recent.body == body:
+            if recent is not None and recent.request() is given:
                 known = self._segments.longest(recent.keys)
                 if len(known) == len(recent.keys):
                     pieces = (recent.tail,) if recent.tail else ()
                     return Plan(request, scheme, lora, recent.keys, known, pieces)
-            rendered = self._renderer.render(request) if isinstance(request, ChatPrompt) else request.text
-            text = rendered.encode()
+            text = self._text(request).encode()
         except UnicodeEncodeError as wrong:
             raise Unrenderable("invalid", "text with lone surrogates") from wrong
         common = recent.common(text) if recent is not None else 0
@@ -220,16 +218,15 @@ class LocalPrompts:
         known = self._segments.longest(keys)
         starts = [0, *ends]
         pieces = [text[starts[i] : starts[i + 1]].decode() for i in range(len(known), len(ends))]
-        return Plan(
-            request, scheme, lora, keys, known, pieces, None, Rendered(conversation, body, text, ends)
-        )
+        rendered = Rendered(given, conversation, text, ends)
+        return Plan(request, scheme, lora, keys, known, pieces, None, rendered)
 
     def render(self, request: PromptRequest) -> str:
         """The text of `request`, special tokens included; none for ids. Raises Unrenderable."""
         request = self._as_rendered(request)
         if isinstance(request, TokensPrompt):
             return ""
-        return self._renderer.render(request) if isinstance(request, ChatPrompt) else request.text
+        return self._text(request)
 
     def decode(self, ids: Ids) -> str:
         """The text of a few tokens, special ones included."""
@@ -257,6 +254,9 @@ class LocalPrompts:
             left -= len(ids) // 4
             start = end
         return len(text.decode())
+
+    def _text(self, request: ChatPrompt | TextPrompt) -> str:
+        return self._renderer.render(request) if isinstance(request, ChatPrompt) else request.text
 
     def _as_rendered(self, request: PromptRequest) -> ChatPrompt | TextPrompt | TokensPrompt:
         """Bodies of other APIs as the chat that vLLM makes of them."""
@@ -312,7 +312,7 @@ class LocalPrompts:
             ends = plan.rendered.ends[:-1]
             head = plan.rendered.text[: ends[-1] if ends else 0]
             stored = plan.keys[: len(plan.known) + kept]
-            recent = Recent(plan.rendered.body, head, ends, stored, tail)
+            recent = Recent(weakref.ref(plan.rendered.request), head, ends, stored, tail)
             self._recent.put(plan.rendered.conversation, recent)
 
     def _plan_ids(self, request: TokensPrompt, scheme: HashScheme, lora: Lora, root: bytes) -> Plan:
@@ -363,7 +363,13 @@ def _beginning(request: ChatPrompt | TextPrompt) -> int:
     """Tells conversations apart, mostly: a wrong guess only costs the other one its shortcut."""
     if isinstance(request, TextPrompt):
         return hash(request.text[:256])
-    return hash(msgspec.msgpack.encode(request.messages[:2]))
+    return hash(tuple(map(_hash, request.messages[:2])))
+
+
+def _hash(message: Any) -> int:
+    content = cast(dict[str, Any], message).get("content") if isinstance(message, dict) else None
+    # A text keeps its hash.
+    return hash(content if isinstance(content, str) else msgspec.msgpack.encode(content))
 
 
 def _architectures(directory: Path) -> Sequence[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
 
+from store.prompt.kept import Kept, once
 from store.prompt.normalise import BILLING_HEADER, Message
 from store.prompt.request import ChatPrompt, MessagesPrompt, Unrenderable
 
@@ -42,10 +43,10 @@ def chat_of_messages(request: MessagesPrompt, facts: MessagesFacts) -> ChatPromp
             if text and not facts.merge_system:
                 messages.append({"role": "system", "content": text})
         else:
-            messages += _messages(message)
+            messages += once(message, "chat", _kept_messages)
     return ChatPrompt(
         messages=messages,
-        tools=None if request.tools is None else [_tool(tool) for tool in request.tools],
+        tools=None if request.tools is None else [once(tool, "chat", _kept_tool) for tool in request.tools],
         reasoning_effort=_effort(request, facts),
         chat_template_kwargs=request.chat_template_kwargs,
         cache_salt=request.cache_salt,
@@ -59,6 +60,14 @@ def _texts_of_system(content: Any) -> Iterator[str]:
         text = block.get("text")
         if block["type"] == "text" and text and not text.startswith(BILLING_HEADER):
             yield text
+
+
+def _kept_messages(source: Message) -> list[Kept]:
+    return [Kept(message, 0) for message in _messages(source)]
+
+
+def _kept_tool(given: Any) -> Kept:
+    return Kept(_tool(given), 0)
 
 
 def _messages(source: Message) -> Iterator[Message]:

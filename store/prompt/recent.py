@@ -1,27 +1,28 @@
-"""The newest request of each conversation: an identical one need not be rendered again, and the next turn's
-text is compared with its text instead of being hashed."""
+"""The newest prompt of each conversation: the next turn's text is compared with its text instead of being
+hashed, and the same request, should it come again, need not even be rendered."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 ENTRY_BYTES: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """A request in a form equal only to its own (`body`) and its rendered text, UTF-8.
+    """A request, as long as whoever made it keeps it, and its rendered text, UTF-8.
 
     `ends` are the places it is cut at, `head` the text up to the last of them. `keys` name the pieces kept in
     the cache of segments, which may be one more; `tail` is the text after those.
     """
 
-    body: bytes
+    request: weakref.ref[Any]
     head: bytes
     ends: Sequence[int]
     keys: Sequence[bytes]
@@ -29,7 +30,7 @@ class Recent:
 
     @property
     def size(self) -> int:
-        return len(self.body) + len(self.head) + len(self.tail) + 40 * len(self.ends) + ENTRY_BYTES
+        return len(self.head) + len(self.tail) + 40 * len(self.ends) + ENTRY_BYTES
 
     def common(self, text: bytes) -> int:
         """How many leading pieces `text` begins with, too."""

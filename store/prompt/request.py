@@ -40,11 +40,11 @@ class Unrenderable(Exception):
 REASONS: tuple[str, ...] = get_args(Reason)
 
 
-class ChatPrompt(msgspec.Struct, kw_only=True):
+class ChatPrompt(msgspec.Struct, kw_only=True, weakref=True):
     """The fields of a /v1/chat/completions body that decide its prompt, with vLLM's defaults.
 
     Field names are those of the body, so a body decodes into it as it is. Never modified once made: the
-    prompt cache keeps and compares it.
+    prompt cache knows it again.
     """
 
     messages: list[Any]
@@ -62,7 +62,7 @@ class ChatPrompt(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-class TextPrompt(msgspec.Struct, kw_only=True):
+class TextPrompt(msgspec.Struct, kw_only=True, weakref=True):
     """One text prompt of a /v1/completions body."""
 
     text: str
@@ -81,7 +81,7 @@ class TokensPrompt(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-class MessagesPrompt(msgspec.Struct, kw_only=True):
+class MessagesPrompt(msgspec.Struct, kw_only=True, weakref=True):
     """The fields of a /v1/messages body that decide its prompt."""
 
     messages: list[Any]
@@ -93,7 +93,7 @@ class MessagesPrompt(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
 
 
-class ResponsesPrompt(msgspec.Struct, kw_only=True):
+class ResponsesPrompt(msgspec.Struct, kw_only=True, weakref=True):
     """The fields of a /v1/responses body that decide its prompt."""
 
     input: str | list[Any]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 from store.hashing import HashScheme
+from store.prompt.kept import Kept
 from store.prompt.request import (
     ChatPrompt,
     MessagesPrompt,
@@ -147,9 +148,11 @@ def _load_local(tokenizer: str, cache_bytes: int) -> LocalPrompts:
 
 
 def _characters(value: Any) -> int:
-    """Characters of text in a request or anything in it."""
+    """Characters of text in a request or anything in it, about."""
     if isinstance(value, str):
         return len(value)
+    if isinstance(value, Kept):
+        return value.size
     if isinstance(value, dict):
         return sum(map(_characters, cast(dict[str, Any], value).values()))
     if isinstance(value, list):

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from store.hashing import HashScheme, chain
+from store.prompt.kept import Kept
 from store.prompt.local import LocalPrompts
 from store.prompt.rendering import Renderer
 from store.prompt.request import ChatPrompt, PromptRequest, TextPrompt, TokensPrompt, Unrenderable
@@ -69,9 +71,13 @@ def full(prompts: LocalPrompts, request: PromptRequest) -> list[int] | None:
 
 
 def check(
-    prompts: LocalPrompts, request: PromptRequest, scheme: HashScheme, lora: tuple[str, str] | None
+    prompts: LocalPrompts,
+    request: PromptRequest,
+    scheme: HashScheme,
+    lora: tuple[str, str] | None,
+    like: PromptRequest | None = None,
 ) -> None:
-    expected = full(prompts, request)
+    expected = full(prompts, like or request)
     if expected is None:
         with pytest.raises(Unrenderable):
             prompts.prompt(request, scheme, lora=lora)
@@ -99,12 +105,16 @@ def test_cached_equals_full(
     prompt: bool,
     special: bool,
 ) -> None:
+    kept: dict[int, Kept] = {}
     for messages in states:
-        request = ChatPrompt(
+        plain = ChatPrompt(
             messages=messages, cache_salt=salt, add_generation_prompt=prompt, add_special_tokens=special
         )
+        again = [kept.setdefault(id(message), Kept(message, 0)) for message in messages]
+        request = replace(plain, messages=again)
         for prompts in caches:
-            check(prompts, request, scheme, lora)
+            check(prompts, plain, scheme, lora)
+            check(prompts, request, scheme, lora, like=plain)
 
 
 @settings(max_examples=40, deadline=None)

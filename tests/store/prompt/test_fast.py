@@ -16,8 +16,6 @@ from store.prompt.request import TextPrompt
 from tests.store.prompt.corpus import FRAGMENTS
 from tests.store.prompt.families import QWEN_WORDS
 
-pytest.importorskip("tiktoken")
-
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=20), max_size=8).map("".join)
 
 

@@ -1,0 +1,220 @@
+"""Bodies of conversations seen before: what a new one repeats of them, byte for byte, is not read again.
+
+A turn's body is the last one's with some messages more. Two bodies that are equal up to the end of a message
+have a parser in the same state there; so what follows is read as if the messages before it were none, and
+those are put in front.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final, Literal, Protocol, TypeVar, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from store.prompt.kept import Kept
+
+ListField = Literal["messages", "input"]
+T = TypeVar("T", bound=msgspec.Struct)
+
+# Shorter bodies are read in less time than it takes to look for them.
+_WORTHWHILE: Final = 16_384
+# A body is looked for among this many, 0.1 us each.
+_MOST: Final = 512
+# The last messages may be written in another way once others follow (cache_control moves on, for one): bodies
+# are recognised by what comes before those.
+_LATEST: Final = 4
+# Bytes before that place which tell bodies apart.
+_MARK: Final = 64
+# Bodies of the same mark that a new one is compared with, 50 us each.
+_COMPARED: Final = 4
+# Memory for an object of a body besides its text, which is there twice: in the body and decoded.
+_OBJECT_BYTES: Final = 1500
+
+
+class _WithTools(Protocol):
+    tools: list[Any] | None
+
+
+class _Lists(msgspec.Struct):
+    """The long parts of a body, unread."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    """Tools with the bytes they were read from; nothing where they are no list of objects."""
+
+    raw: bytes = b""
+    objects: Sequence[Kept] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Body:
+    """A body as it came and as it was read.
+
+    start: where its list of items begins, behind the bracket. ends: where each item ends. mark: the bytes
+    before `marked`, the end of one of the last items.
+    """
+
+    body: bytes
+    start: int
+    items: Sequence[Kept]
+    ends: Sequence[int]
+    marked: int
+    mark: bytes
+    tools: _Tools
+    turn: msgspec.Struct
+
+    @property
+    def size(self) -> int:
+        return 2 * len(self.body) + _OBJECT_BYTES * (len(self.items) + len(self.tools.objects))
+
+    def resembles(self, body: bytes, kind: type[Any]) -> bool:
+        return body.startswith(self.mark, self.marked - len(self.mark)) and type(self.turn) is kind
+
+
+class Bodies:
+    """The last body of each conversation; the longest unused go first. Use from one thread."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes: Final = max_bytes
+        self._bodies: Final[OrderedDict[int, _Body]] = OrderedDict()
+        self._bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        return self._bytes
+
+    def read(self, body: bytes, kind: type[T], name: ListField) -> T:
+        """`body` as `msgspec.json.decode` would have it, not strict; raises what that raises.
+
+        Messages (or input items) and tools that an earlier body of the conversation had, too, are the same
+        objects; of an equal body it is the same turn. Nothing of it may be modified.
+        """
+        if len(body) < _WORTHWHILE or not self._max_bytes:
+            return msgspec.json.decode(body, type=kind, strict=False)
+        known, shared = self._closest(body, kind)
+        if known is not None and shared == len(body) == len(known.body):
+            self._bodies.move_to_end(id(known))
+            return cast(T, known.turn)
+        found = _read(body, kind, name, known, shared)
+        if found is None and known is not None:
+            found = _read(body, kind, name, None, 0)
+        if found is None:
+            return msgspec.json.decode(body, type=kind, strict=False)
+        if known is not None:
+            self._forget(known)
+        self._keep(found)
+        return cast(T, found.turn)
+
+    def _closest(self, body: bytes, kind: type[Any]) -> tuple[_Body | None, int]:
+        """The body that this one goes on from, and how many leading bytes they share."""
+        alike = (each for each in reversed(self._bodies.values()) if each.resembles(body, kind))
+        for each in islice(alike, _COMPARED):
+            shared = _shared_bytes(each.body, body)
+            if shared >= each.marked:
+                return each, shared
+        return None, 0
+
+    def _keep(self, body: _Body) -> None:
+        self._bodies[id(body)] = body
+        self._bytes += body.size
+        while self._bytes > self._max_bytes or len(self._bodies) > _MOST:
+            self._forget(next(iter(self._bodies.values())))
+
+    def _forget(self, body: _Body) -> None:
+        del self._bodies[id(body)]
+        self._bytes -= body.size
+
+
+def _read(body: bytes, kind: type[T], name: ListField, known: _Body | None, shared: int) -> _Body | None:
+    """`body` taken apart; None where it is not the plain case, or does not go on from `known`.
+
+    shared: leading bytes that are those of `known`.
+    """
+    items: Sequence[Kept] = ()
+    ends: Sequence[int] = ()
+    short, start, skipped = body, -1, 0
+    if known is not None:
+        count = bisect_right(known.ends, shared)
+        follows = _after_comma(body, known.ends[count - 1])
+        if follows < 0:
+            return None
+        items, ends, start = known.items[:count], known.ends[:count], known.start
+        skipped = follows - start
+        short = body[:start] + body[follows:]
+    try:
+        lists = msgspec.json.decode(short, type=_Lists)
+        array = bytes(given if (given := getattr(lists, name)) is not msgspec.UNSET else b"[]")
+        raws = msgspec.json.decode(array, type=list[msgspec.Raw])
+        tools = _tools(lists.tools, known)
+        start = start if known is not None else short.find(array) + 1
+        # Behind a comma there has to be an item.
+        if not raws or not short.startswith(array, start - 1):
+            return None
+        rest = short[: start - 1] + b"[]" + short[start - 1 + len(array) :]
+        if tools.objects:
+            rest = rest.replace(tools.raw, b"[]", 1)
+        turn = msgspec.json.decode(rest, type=kind, strict=False)
+        # They are not, if something else was taken for them: of two of a name the last one counts.
+        if getattr(turn, name) or (tools.objects and cast(_WithTools, turn).tools):
+            return None
+        fresh = [Kept(msgspec.json.decode(raw, type=dict[str, Any]), len(raw)) for raw in raws]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    items = [*items, *fresh]
+    ends = list(ends)
+    place = start
+    for raw in raws:  # the next one begins with the next brace
+        place = short.index(raw, place) + len(raw)
+        ends.append(place + skipped)
+    setattr(turn, name, items)
+    if tools.objects:
+        cast(_WithTools, turn).tools = list(tools.objects)
+    # One message alone, the system's, tells no conversations apart.
+    marked = ends[max(min(1, len(ends) - 1), len(ends) - 1 - _LATEST)]
+    return _Body(body, start, items, ends, marked, body[max(0, marked - _MARK) : marked], tools, turn)
+
+
+def _tools(given: msgspec.Raw | msgspec.UnsetType, known: _Body | None) -> _Tools:
+    if isinstance(given, msgspec.UnsetType):
+        return _Tools()
+    raw = bytes(given)
+    if known is not None and known.tools.raw == raw:
+        return known.tools
+    try:
+        each = msgspec.json.decode(raw, type=list[msgspec.Raw])
+        return _Tools(raw, [Kept(msgspec.json.decode(tool, type=dict[str, Any]), len(tool)) for tool in each])
+    except msgspec.ValidationError:
+        return _Tools()
+
+
+def _shared_bytes(one: bytes, other: bytes) -> int:
+    """How many leading bytes are equal."""
+    shorter = min(len(one), len(other))
+    unequal = _words(one, shorter // 8) != _words(other, shorter // 8)
+    place = 8 * (int(unequal.argmax()) if unequal.any() else len(unequal))
+    while place < shorter and one[place] == other[place]:
+        place += 1
+    return place
+
+
+def _words(buffer: bytes, count: int) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(buffer, dtype=np.uint64, count=count)
+
+
+def _after_comma(body: bytes, place: int) -> int:
+    """The place behind the comma that comes next, blanks aside; -1 if something else does."""
+    while body[place : place + 1] in (b" ", b"\n", b"\r", b"\t"):
+        place += 1
+    return place + 1 if body[place : place + 1] == b"," else -1

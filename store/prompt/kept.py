@@ -1,0 +1,30 @@
+"""Objects of request bodies that come again with every turn of a session: what is made of them is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, TypeVar, cast
+
+T = TypeVar("T")
+
+
+class Kept(dict[str, Any]):
+    """A message or tool of about `size` characters. Neither it nor what is made of it is ever modified."""
+
+    __slots__ = ("form", "made", "size")
+
+    def __init__(self, content: dict[str, Any], size: int) -> None:
+        super().__init__(content)
+        self.size: Final = size
+        self.form = ""
+        self.made: object = None
+
+
+def once(given: Any, form: str, make: Callable[[Any], T]) -> T:
+    """`make(given)`; a Kept one remembers its last `form`, which must name all else that it depends on."""
+    if type(given) is not Kept:
+        return make(given)
+    if given.form != form:
+        given.made = make(given)
+        given.form = form
+    return cast(T, given.made)
