@@ -10,6 +10,7 @@ from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gateway import errors
+from gateway.admin_policy import policy_routes
 from gateway.admin_views import (
     AuditAnswer,
     ConfigAnswer,
@@ -17,15 +18,14 @@ from gateway.admin_views import (
     DecisionView,
     ErrorAnswer,
     Loads,
-    PolicyAnswer,
     PoolAnswer,
     WorkersAnswer,
     WorkerView,
 )
 from gateway.decisions import DecisionLog, DecisionRecord
 from gateway.index_view import IndexAnswer
+from gateway.policy_versions import PolicyVersions
 from gateway.settings import Settings
-from policies import registry
 from workers.fleet import BadWorker, DuplicateWorker, UnknownWorker
 from workers.worker import Worker
 
@@ -62,6 +62,7 @@ class AdminParts:
     decisions: DecisionLog
     index: Callable[[], IndexAnswer]
     pool: Callable[[], PoolAnswer]
+    policy: PolicyVersions
 
 
 class NewWorker(BaseModel):
@@ -127,7 +128,8 @@ def build_admin(parts: AdminParts) -> FastAPI:
     )
     errors.install(app)
     faults: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}}
-    for router in (_workers(parts), _decisions(parts), _knowledge(parts)):
+    policy = policy_routes(parts.policy, parts.decisions)
+    for router in (_workers(parts), _decisions(parts), _knowledge(parts), policy):
         app.include_router(router, prefix=PREFIX, responses=faults)
     return app
 
@@ -233,16 +235,11 @@ def _knowledge(parts: AdminParts) -> APIRouter:
     async def get_pool() -> PoolAnswer:
         return parts.pool()
 
-    @router.get("/policy", summary="The policy in force")
-    async def get_policy() -> PolicyAnswer:
-        routing = parts.settings.routing
-        return PolicyAnswer(name=routing.policy, options=routing.options, available=registry.names())
-
     @router.get("/config", summary="The effective settings")
     async def get_config() -> ConfigAnswer:
         return ConfigAnswer(settings=parts.settings.masked())
 
-    _ = get_index, get_pool, get_policy, get_config
+    _ = get_index, get_pool, get_config
     return router
 
 

@@ -298,11 +298,5 @@ class AuditAnswer(Answer):
         )
 
 
-class PolicyAnswer(Answer):
-    name: str
-    options: dict[str, Any]
-    available: list[str]
-
-
 class ConfigAnswer(Answer):
     settings: dict[str, Any] = Field(description="The effective settings, secrets masked.")

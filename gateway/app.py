@@ -5,6 +5,7 @@ import logging
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from importlib import import_module
+from pathlib import Path
 
 from gateway.admin import AdminParts, build_admin
 from gateway.admin_views import PoolAnswer
@@ -21,6 +22,7 @@ from gateway.health import Readiness, readiness
 from gateway.index_view import IndexAnswer, SnapshotView, index_entries
 from gateway.links import CountedKnowledge, Links
 from gateway.metrics import Metrics, Snapshot, WorkerSample
+from gateway.policy_versions import PolicyVersions
 from gateway.prompts import ModelPrompts
 from gateway.public import build_public
 from gateway.rendering import WorkerRenderer
@@ -30,7 +32,7 @@ from gateway.snapshots import Snapshots
 from gateway.stored import StoredResponses
 from gateway.transport import AiohttpTransport
 from gateway.turns import TurnApp
-from policies import registry
+from policies.document import Document
 from policies.ledger import Ledger
 from policies.rates import InUnits
 from store.knowledge import Knowledge
@@ -113,8 +115,13 @@ class Gateway:
             prompts=self.prompts,
             knowledge=self.knowledge,
             pool=self.pool,
-            policy=registry.make(settings.routing.policy, settings.routing.options),
             ledger=self.ledger,
+        )
+        routing = settings.routing
+        self.policy = PolicyVersions(
+            Document(policy=routing.policy, options=routing.options),
+            Path(routing.policy_path) if routing.policy_path else None,
+            router.use,
         )
         aliases = Aliases(settings.models)
         self.responses = StoredResponses(
@@ -151,6 +158,7 @@ class Gateway:
                 decisions=self.decisions,
                 index=self._index_report,
                 pool=self._pool_report,
+                policy=self.policy,
             )
         )
         self._public = build_public(self.fleet, self.metrics, self._readiness, aliases)

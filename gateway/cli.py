@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from gateway.policy_cli import policy
+
 if TYPE_CHECKING:
     from gateway.settings import Settings
     from workers.launch.vllm import VllmWorkerSpec
@@ -18,6 +20,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(policy)
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
 TokenOption = Annotated[str | None, typer.Option("--admin-token", help="Token of the admin API.")]
@@ -73,7 +77,7 @@ def serve(
     from gateway.app import build
     from gateway.auth import BadKeysFile
     from gateway.serve import CannotListen, CannotStart, configure_logging, listening, run
-    from policies.registry import BadPolicyOptions, UnknownPolicy
+    from policies.registry import BadPolicyOptions, BrokenPolicy, UnknownPolicy
     from workers.fleet import BadWorker, DuplicateWorker, Fleet
 
     configure_logging(settings.server.log_level)
@@ -84,7 +88,7 @@ def serve(
         with listening(settings) as sockets:
             gateway = build(settings)
             run(gateway, settings, sockets, gateway.end)
-    except (UnknownPolicy, BadPolicyOptions) as error:
+    except (UnknownPolicy, BadPolicyOptions, BrokenPolicy) as error:
         _fail(f"routing: {error}")
     except (BadWorker, DuplicateWorker) as error:
         _fail(f"workers.urls: {error}")
@@ -177,7 +181,7 @@ def worker(
         spec.directory.joinpath(MOONCAKE_CONFIG).write_text(json.dumps(mooncake_config(spec)), "utf-8")
     try:
         # The gateway probes it from now on and uses it once it is up.
-        with _running(url, admin_token, config) as gateway:
+        with running(url, admin_token, config) as gateway:
             gateway.add_worker(spec.url, spec.segment)
     except RemoteError as error:
         _fail(f"cannot register the worker: {error}", 1)
@@ -256,7 +260,7 @@ def explain(
     except OSError as error:
         _fail(f"{file}: {error.strerror}")
     try:
-        with _running(url, admin_token, config) as gateway:
+        with running(url, admin_token, config) as gateway:
             view = gateway.explain(body, api)
     except RemoteError as error:
         _fail(str(error), 1)
@@ -272,7 +276,7 @@ def doctor(url: UrlOption = None, admin_token: TokenOption = None, config: Confi
     settings = _settings(config, {})
     failed = 0
     try:
-        with _running(url, admin_token, config) as gateway:
+        with running(url, admin_token, config) as gateway:
             for finding in examine(gateway, settings.workers.api_key):
                 print(finding, flush=True)
                 failed += finding.result == "fail"
@@ -343,7 +347,7 @@ def replay(
         _fail(str(error))
 
 
-def _running(url: str | None, admin_token: str | None, config: Path | None) -> Any:
+def running(url: str | None, admin_token: str | None, config: Path | None) -> Any:
     """The running gateway that the options or, failing those, the settings point at."""
     from gateway.remote import RunningGateway
 

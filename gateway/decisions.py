@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.divergence import PrefixReport
-from policies.types import Decision
+from policies.plan import NO_FACTS, Facts
+from policies.types import Decision, Turn
 
 OutcomeKind = Literal["ok", "error", "cancelled"]
 
@@ -31,6 +32,7 @@ class DecisionRecord:
 
     unrenderable: why the prompt's tokens could not be computed, "" if they could.
     prefix: where the prompt leaves its session's last one; None if it doesn't.
+    turn, facts: what was decided on, besides the decision's candidates.
     The policy's Decision is kept as it is; turning it into text is left to whoever reads the record.
     """
 
@@ -45,6 +47,8 @@ class DecisionRecord:
     unrenderable: str = ""
     outcome: Outcome | None = None
     prefix: PrefixReport | None = None
+    turn: Turn | None = None
+    facts: Facts = NO_FACTS
 
     @property
     def predicted_cached_tokens(self) -> int:

@@ -9,6 +9,7 @@
     MethodNotAllowed   405     invalid_request_error  method_not_allowed
     RequestTimeout     408     timeout_error          request_timeout
     Conflict           409     conflict_error         conflict
+    PreconditionFailed 412     conflict_error         precondition_failed
     PayloadTooLarge    413     invalid_request_error  request_too_large
     UnsupportedMedia   415     invalid_request_error  unsupported_media_type
     Overloaded         429     rate_limit_error       rate_limit_exceeded
@@ -111,6 +112,10 @@ class Conflict(ApiError):
     """The thing exists already, or has changed meanwhile."""
 
 
+class PreconditionFailed(ApiError):
+    """It was changed meanwhile: what If-Match names is no longer in force."""
+
+
 class PayloadTooLarge(ApiError):
     """The body is larger than `limits.max_body_bytes`."""
 
@@ -148,6 +153,7 @@ TABLE: Mapping[type[ApiError], Kind] = {
     MethodNotAllowed: Kind(405, "invalid_request_error", "method_not_allowed", "invalid_request_error"),
     RequestTimeout: Kind(408, "timeout_error", "request_timeout", "timeout_error"),
     Conflict: Kind(409, "conflict_error", "conflict", "invalid_request_error"),
+    PreconditionFailed: Kind(412, "conflict_error", "precondition_failed", "invalid_request_error"),
     PayloadTooLarge: Kind(413, "invalid_request_error", "request_too_large", "request_too_large"),
     UnsupportedMedia: Kind(415, "invalid_request_error", "unsupported_media_type", "invalid_request_error"),
     Overloaded: Kind(429, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),

@@ -35,6 +35,20 @@ class RunningGateway:
         params = {"api": api} if api else {}
         return self._json(self._ask("POST", "/admin/v1/explain", content=body, params=params))
 
+    def ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: Any = None,
+        params: dict[str, str] | None = None,
+        etag: str = "",
+    ) -> Any:
+        """The JSON answer of `path`; `etag` goes as If-Match. Raises RemoteError."""
+        headers = {"if-match": etag} if etag else {}
+        more = {} if json is None else {"json": json}
+        return self._json(self._ask(method, path, params=params or {}, headers=headers, **more))
+
     def add_worker(self, url: str, segment: str) -> None:
         """Register a worker; one that is registered already is fine. Raises RemoteError.
 

@@ -13,8 +13,11 @@ from gateway.charge import Charge
 from gateway.eligibility import Room, eased, why_nobody, why_not, within
 from gateway.errors import NoWorker, Overloaded
 from gateway.prompts import ModelPrompts, Understood
+from gateway.sessions import hint
+from policies.document import Document
 from policies.ledger import Ledger
-from policies.types import Candidate, Decision, Policy, Turn
+from policies.plan import NO_FACTS, Facts, Plan
+from policies.types import Candidate, Decision, Turn
 from store.hashing import usable_tokens
 from store.knowledge import Knowledge
 from store.placements import Placements
@@ -49,7 +52,7 @@ class Sight:
     reads_cache: whether the engine looks for cached blocks at all for this request.
     local_blocks: leading blocks held per target. pool: leading blocks readable from the pool.
     session: what its client calls its session, "" if nothing. streams: whether tokens come one by one.
-    guess: tokens that a prompt which is not known is taken to have.
+    guess: tokens that a prompt which is not known is taken to have. facts: what rules of the policy go by.
     draw: this turn's number for ties. seconds: how long it took to find all this out; pool_seconds: of these
     for the pool, None if it was not asked.
     """
@@ -66,6 +69,7 @@ class Sight:
     session: str = ""
     streams: bool = False
     guess: int = 0
+    facts: Facts = NO_FACTS
 
     @property
     def prompt_tokens(self) -> int:
@@ -92,6 +96,17 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
+class Client:
+    """headers: of the request. alias: what the model was called, where that is another name than its own."""
+
+    headers: Sequence[tuple[bytes, bytes]] = ()
+    alias: str = ""
+
+
+ANYBODY = Client()
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """A decision with its lease taken."""
 
@@ -99,6 +114,7 @@ class Placement:
     target: Target
     chosen: Candidate
     lease: Charge
+    turn: Turn
 
 
 class Draws(Protocol):
@@ -106,7 +122,7 @@ class Draws(Protocol):
 
 
 class Router:
-    """The policy is swapped whole; everything else belongs to the rooms it asks."""
+    """The plan is swapped whole; everything else belongs to the rooms it asks."""
 
     def __init__(
         self,
@@ -115,13 +131,12 @@ class Router:
         prompts: ModelPrompts,
         knowledge: Knowledge,
         pool: PoolView | None,
-        policy: Policy,
         ledger: Ledger,
         room: Room = _ENDLESS,
         room_each: Room = _ENDLESS,
         draws: Draws | None = None,
     ) -> None:
-        self.policy = policy
+        self.plan = Plan(Document())
         self._room, self._room_each = room, room_each
         self._fleet = fleet
         self._prompts = prompts
@@ -135,13 +150,17 @@ class Router:
         self._computed = Placements(ttl_s=_ANNOUNCED_AFTER_S)
         self._ended: deque[tuple[float, int, int]] = deque(maxlen=_ANSWERS)
 
+    def use(self, plan: Plan) -> None:
+        """Turns that are placed from now on go by `plan`."""
+        self.plan = plan
+
     async def look(
-        self, parsed: ParsedTurn, path: str, body: bytes, only: str = "", session: str = ""
+        self, parsed: ParsedTurn, path: str, body: bytes, only: str = "", client: Client = ANYBODY
     ) -> Sight:
         """Find out what is known of the turn's prompt. Never raises: what can't be known is left out.
 
-        only: the worker that holds what the turn goes on from, if there is such. session: its client's name
-        for its session, if it has one.
+        only: the worker that holds what the turn goes on from, if there is such. client: what is known
+        of the turn besides its body.
         """
         started = time.perf_counter()
         understood = await self._prompts.understand(parsed, path, body)
@@ -169,10 +188,19 @@ class Router:
             seconds,
             pool_seconds,
             only,
-            session or parsed.session,
+            hint(client.headers, parsed.session),
             parsed.stream,
             len(body) // _BYTES_PER_TOKEN,
+            Facts(parsed.model, client.alias, parsed.api, self._named_headers(client.headers)),
         )
+
+    def _named_headers(self, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+        """Those that a rule of the policy goes by."""
+        named = self.plan.headers
+        if not named:
+            return {}
+        found = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
+        return {name: value for name, value in found if name in named}
 
     def computed(self, sight: Sight, target: Target) -> None:
         """`target` answers this turn, so it holds the prompt's blocks, also before its events say so.
@@ -202,7 +230,7 @@ class Router:
 
     def decide(self, sight: Sight, failed: Collection[str] = ()) -> Decision:
         """The policy's choice now. `failed`: names of workers that failed this turn."""
-        return self.policy(sight.turn(self._number), self.candidates(sight, failed))
+        return self.plan.decide(sight.turn(self._number), self.candidates(sight, failed), sight.facts)
 
     def place(self, sight: Sight, failed: Collection[str] = ()) -> Placement:
         """Decide and charge, with no await between. Raises NoWorker, Overloaded.
@@ -212,7 +240,8 @@ class Router:
         leases, size = self._fleet.leases, sight.prompt_tokens
         if not self._room.has(0, inflight=leases.total.inflight, queued_tokens=leases.total.queued_tokens):
             raise self._overloaded(size)
-        decision = self.decide(sight, failed)
+        turn = sight.turn(self._number)
+        decision = self.plan.decide(turn, self.candidates(sight, failed), sight.facts)
         chosen = decision.chosen
         if decision.target is None or chosen is None:
             if any(candidate.excluded == "full" for candidate in decision.candidates):
@@ -222,7 +251,7 @@ class Router:
         self._fleet.sent(target.worker)
         lease = self._fleet.leases.take(target.name, max(0, sight.prompt_tokens - chosen.cached_tokens))
         ticket = self._ledger.sent(
-            sight.turn(self._number),
+            turn,
             chosen,
             time.monotonic(),
             group=sight.model,
@@ -231,7 +260,7 @@ class Router:
             keys=sight.keys,
         )
         self._number += 1
-        return Placement(decision, target, chosen, Charge(lease, ticket))
+        return Placement(decision, target, chosen, Charge(lease, ticket), turn)
 
     def _overloaded(self, prompt_tokens: int) -> Overloaded:
         wait_s = self._fleet.leases.wait_s(turns=1, tokens=prompt_tokens)

@@ -166,6 +166,13 @@ class Routing(Section, frozen=True):
     ] = "off"
     options: Annotated[dict[str, Any], Meta(description="Options of the policy.")] = {}
     rates: Rates = Rates()
+    policy_path: Annotated[
+        str,
+        Meta(
+            description="File in which policies set through the admin API outlive a restart, with their "
+            "history; empty: they don't."
+        ),
+    ] = ".moongate/policy.json"
 
 
 class Index(Section, frozen=True):

@@ -20,8 +20,7 @@ from gateway.headers import for_client, for_worker
 from gateway.metrics import Metrics
 from gateway.parity import Parity
 from gateway.patience import Patience
-from gateway.router import Placement, Router, Sight
-from gateway.sessions import hint
+from gateway.router import Client, Placement, Router, Sight
 from gateway.settings import Limits, Timeouts
 from gateway.stored import StoredResponses
 from gateway.tokens_in import with_tokens
@@ -50,6 +49,7 @@ class TurnState:
     debug: bool
     started: float = field(default_factory=time.perf_counter)
     parsed: ParsedTurn | None = None
+    alias: str = ""
     sight: Sight | None = None
     prefix: PrefixReport | None = None
     record: DecisionRecord | None = None
@@ -120,6 +120,7 @@ class TurnApp:
             content_type = exchange.header(b"content-type") or b""
             parsed = parse(exchange.method, exchange.path, body, content_type, self._bodies)
             turn.parsed, body = self._aliases.resolved(parsed, body, content_type)
+            turn.alias = parsed.model if turn.parsed.model != parsed.model else ""
             async with (
                 exchange.connected(self._timeouts.stall_s),
                 asyncio.timeout(self._timeouts.total_s or None),
@@ -147,8 +148,8 @@ class TurnApp:
         if parsed.model and self._fleet.knows_models() and not self._fleet.serves(parsed.model):
             raise errors.ModelNotFound(f"the model {parsed.model[:200]!r} does not exist", param="model")
         only = await self._stored.find(parsed.response_id) if parsed.response_id else ""
-        session = hint(turn.exchange.headers, parsed.session)
-        turn.sight = await self._router.look(parsed, turn.exchange.path, body, only, session)
+        client = Client(turn.exchange.headers, turn.alias)
+        turn.sight = await self._router.look(parsed, turn.exchange.path, body, only, client)
         if turn.sight.pool_seconds is not None:
             self._metrics.pool_lookup(turn.sight.pool_seconds)
         exchange = turn.exchange
@@ -378,6 +379,8 @@ class TurnApp:
             {"look": sight.seconds * 1e3},
             sight.understood.unknown,
             prefix=turn.prefix,
+            turn=placement.turn,
+            facts=sight.facts,
         )
         self._decisions.add(turn.record)
         seconds = time.perf_counter() - turn.started

@@ -127,6 +127,7 @@ class Decision:
     candidates: all that were shown. weigh: gives a candidate's cost terms, in `unit`; None where none are
     weighed. Asked only by who reads the decision: a turn does not wait for it.
     decode: the target of the decode leg where prefill and decode are placed apart.
+    rule: of the policy document that chose the policy, "" for its default. guards: those that kept some out.
     """
 
     target: str | None
@@ -137,6 +138,8 @@ class Decision:
     weigh: Weigh | None = None
     unit: Unit = ""
     decode: str | None = None
+    rule: str = ""
+    guards: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> Candidate | None:

@@ -12,7 +12,9 @@ from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.decisions import DecisionLog, DecisionRecord, Outcome
 from gateway.errors import InvalidRequest
 from gateway.index_view import IndexAnswer, SnapshotView, index_entries
+from gateway.policy_versions import PolicyVersions
 from gateway.settings import Settings, load
+from policies.document import Document
 from policies.ledger import Ledger
 from policies.types import Candidate, Decision, Turn
 from workers.fleet import Fleet
@@ -79,6 +81,7 @@ class Gateway:
                 snapshot=SnapshotView(path="", age_s=None, bytes=0, failures=0, unclaimed=0),
             ),
             pool=lambda: PoolAnswer(configured=False, master="", degraded=False, details={}),
+            policy=PolicyVersions(Document(), None, lambda _: None),
         )
         self.app = Guard(build_admin(parts), AdminToken("right"), ClientKeys(["client-key"]))
 
@@ -239,8 +242,8 @@ async def test_index_pool_audit_policy_and_config(gateway: Gateway) -> None:
     assert (await gateway.ask("GET", "/pool")).json()["configured"] is False
     assert (await gateway.ask("GET", "/audit")).json()["exact_ratio"] is None
     policy = (await gateway.ask("GET", "/policy")).json()
-    assert policy["name"] == "longest_prefix"
-    assert policy["name"] in policy["available"]
+    assert policy["document"] == {"policy": "longest_prefix"}
+    assert "longest_prefix" in policy["available"]
     assert (await gateway.ask("GET", "/config")).json()["settings"]["server"]["port"] == 8000
 
 

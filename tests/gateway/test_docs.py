@@ -10,6 +10,7 @@ from gateway.admin import AdminParts, build_admin
 from gateway.errors import TABLE
 from gateway.metrics import Metrics, Snapshot
 from gateway.settings import Settings
+from policies.ledger import Ledger
 from workers.fleet import Fleet
 
 PROJECT = Path(__file__).parents[2]
@@ -19,7 +20,7 @@ DOCS = {file.name: file.read_text("utf-8") for file in [PROJECT / "README.md", *
 def test_the_admin_routes() -> None:
     nothing: Any = None
     fleet = Fleet()
-    app = build_admin(AdminParts(Settings(), fleet, fleet.leases, nothing, nothing, nothing, nothing))
+    app = build_admin(AdminParts(Settings(), fleet, Ledger(), nothing, nothing, nothing, nothing, nothing))
     routes = {
         f"`{method.upper()} {path}`" for path, item in app.openapi()["paths"].items() for method in item
     }

@@ -17,8 +17,10 @@ from gateway.decisions import DecisionLog, DecisionRecord
 from gateway.doctor import Finding, examine
 from gateway.explanation import as_text
 from gateway.index_view import IndexAnswer, IndexEntry, SnapshotView
+from gateway.policy_versions import PolicyVersions
 from gateway.remote import RemoteError, RunningGateway
 from gateway.settings import Settings
+from policies.document import Document
 from policies.ledger import Ledger
 from policies.types import Candidate, Decision
 from workers.fleet import Fleet
@@ -109,6 +111,7 @@ class Site:
                 snapshot=SnapshotView(path="", age_s=None, bytes=0, failures=0, unclaimed=0),
             ),
             pool=lambda: self.pool,
+            policy=PolicyVersions(Document(), None, lambda _: None),
         )
         return Guard(build_admin(parts), AdminToken("right"), ClientKeys())
 

@@ -1,0 +1,153 @@
+"""A policy document put to work: for each turn the first rule that matches, its policy, within the guards."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+from msgspec.structs import replace as with_fields
+
+from policies import registry
+from policies.document import Document, Guards, Match, plain
+from policies.types import Candidate, Decision, Turn
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What rules go by, besides the turn. headers: those that any rule names, by lower-case name."""
+
+    model: str = ""
+    alias: str = ""
+    api: str = ""
+    headers: Mapping[str, str] = {}
+
+
+NO_FACTS: Final = Facts()
+
+
+class Plan:
+    """Never raises while it decides: a policy that does is stood in for by the document's fallback."""
+
+    __slots__ = ("_default", "_fallback", "_guards", "_rules", "document", "headers")
+
+    def __init__(self, document: Document) -> None:
+        """Raises what the registry raises; a document that was read has been checked."""
+        self.document = document
+        self.headers: Final = frozenset(name for rule in document.rules for name in rule.match.header)
+        self._guards = document.guards
+        self._default = registry.make(document.policy, document.options)
+        self._fallback = registry.make(document.fallback)
+        self._rules = [(rule, registry.make(rule.policy, rule.options)) for rule in document.rules]
+
+    @property
+    def as_plain(self) -> dict[str, Any]:
+        """The document as JSON would have it."""
+        return plain(self.document)
+
+    def decide(self, turn: Turn, candidates: Sequence[Candidate], facts: Facts = NO_FACTS) -> Decision:
+        policy, name, shown = self._default, "", candidates
+        for number, (rule, own) in enumerate(self._rules):
+            if _matches(rule.match, turn, facts):
+                policy, name = own, rule.name or f"rules[{number}]"
+                shown = _selected(candidates, rule.workers, rule.spill)
+                break
+        fired: list[str] = []
+        shown = _guarded(shown, self._guards, fired)
+        short = self._guards.min_prefix_tokens
+        weighed = [_without_short(c, short) for c in shown] if short else shown
+        try:
+            decision = policy(turn, weighed)
+        except Exception:
+            # An installed policy's fault must not be a turn's.
+            decision = replace(self._fallback(turn, weighed), reason="the policy failed, fallback")
+        if shown is candidates and not short and not name:
+            return decision
+        weigh = decision.weigh
+        if short and weigh is not None:
+            weigh = partial(_as_weighed, weigh, short)
+        return replace(decision, candidates=tuple(shown), weigh=weigh, rule=name, guards=tuple(fired))
+
+
+def _matches(match: Match, turn: Turn, facts: Facts) -> bool:
+    if match.min_prompt_tokens is not None and turn.prompt_tokens < match.min_prompt_tokens:
+        return False
+    if match.max_prompt_tokens is not None and turn.prompt_tokens > match.max_prompt_tokens:
+        return False
+    return (
+        _any(match.model, facts.model)
+        and _any(match.alias, facts.alias)
+        and (not match.api or facts.api in match.api)
+        and all(fnmatchcase(facts.headers.get(name, ""), glob) for name, glob in match.header.items())
+    )
+
+
+def _any(globs: Sequence[str], name: str) -> bool:
+    return not globs or any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _selected(candidates: Sequence[Candidate], workers: Sequence[str], spill: bool) -> Sequence[Candidate]:
+    """Of data-parallel targets the worker's name counts too, before the @."""
+    if not workers:
+        return candidates
+    inside = [
+        any(fnmatchcase(c.target, w) or fnmatchcase(c.target.split("@")[0], w) for w in workers)
+        for c in candidates
+    ]
+    if spill and not any(ok and not c.excluded for c, ok in zip(candidates, inside, strict=True)):
+        return candidates
+    return [
+        c if ok or c.excluded else with_fields(c, excluded="rule")
+        for c, ok in zip(candidates, inside, strict=True)
+    ]
+
+
+def _guarded(candidates: Sequence[Candidate], guards: Guards, fired: list[str]) -> Sequence[Candidate]:
+    shown = candidates
+    if guards.max_queue_tokens is not None:
+        queue = guards.max_queue_tokens
+        shown = _without(shown, "max_queue_tokens", lambda c: c.queued_tokens > queue, fired)
+    if guards.max_inflight is not None:
+        most = guards.max_inflight
+        shown = _without(shown, "max_inflight", lambda c: c.inflight >= most, fired)
+    if guards.max_imbalance is not None:
+        able = [c for c in shown if not c.excluded]
+        mean = sum(map(_work, able)) / max(1, len(able))
+        bound = guards.max_imbalance * mean + guards.imbalance_slack_tokens
+        shown = _without(shown, "max_imbalance", lambda c: _work(c) > bound, fired)
+    return shown
+
+
+def _without(
+    candidates: Sequence[Candidate], name: str, hit: Callable[[Candidate], bool], fired: list[str]
+) -> Sequence[Candidate]:
+    able = [c for c in candidates if not c.excluded]
+    out = {c.target for c in able if hit(c)}
+    if not out or len(out) == len(able):
+        return candidates
+    fired.append(name)
+    return [with_fields(c, excluded=name) if c.target in out else c for c in candidates]
+
+
+def _work(candidate: Candidate) -> float:
+    return (candidate.queued_tokens + candidate.recent_tokens) / candidate.weight
+
+
+def _without_short(candidate: Candidate, tokens: int) -> Candidate:
+    if 0 < candidate.local_tokens < tokens:
+        return with_fields(candidate, local_tokens=0)
+    return candidate
+
+
+def _as_weighed(
+    weigh: Callable[[Candidate], Mapping[str, float]], tokens: int, candidate: Candidate
+) -> Mapping[str, float]:
+    return weigh(_without_short(candidate, tokens))
+
+
+_OURS: Final = frozenset(("rule", "max_queue_tokens", "max_inflight", "max_imbalance"))
+
+
+def as_given(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates of a decision as its plan was given them, before rules and guards."""
+    return [with_fields(c, excluded="") if c.excluded in _OURS else c for c in candidates]
