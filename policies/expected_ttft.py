@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from policies.cost import RECENT_WEIGHT, TERMS, costs
-from policies.spread import eligible, first, seed_of, unplaced
+from policies.load import pick_least_loaded
+from policies.spread import eligible, unplaced
 from policies.types import Candidate, Decision, Turn, action_of
 
 
@@ -29,7 +30,7 @@ _DEFAULTS = ExpectedTtftOptions()
 
 
 class ExpectedTtft:
-    """The lowest expected time to first token; of equals the longest local prefix, then evenly.
+    """The lowest expected time to first token; of equals the longest local prefix, then by load.
 
     Use it when rates differ, between workers or over time, or when pulling, computing and waiting are all
     real choices.
@@ -54,7 +55,7 @@ class ExpectedTtft:
         if len(close) > 1:
             longest = max(c.local_tokens for c in close)
             close = [c for c in close if c.local_tokens == longest]
-        chosen = first(seed_of(turn.draw), close)
+        chosen = pick_least_loaded(close, turn.draw)
         return Decision(
             chosen.target,
             action_of(chosen),
