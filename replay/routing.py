@@ -8,7 +8,7 @@ from random import Random
 from typing import Final, NamedTuple, Protocol
 
 from policies.ledger import Ledger, Ticket
-from policies.types import Candidate, Policy
+from policies.types import Candidate, Policy, Rates
 from policies.types import Turn as Question
 from replay.chains import Pieces
 from replay.instance import Instance, Job
@@ -41,11 +41,23 @@ class _Report(NamedTuple):
     full: float
 
 
+def _prior(profile: Profile) -> Rates:
+    token_bytes = profile.block_bytes.value / profile.blocks_of_tokens
+    return Rates(
+        prefill_s=1 / profile.prefill_tok_s.value,
+        growth_s=0.0,
+        own_s=token_bytes / profile.host_bytes_s.value,
+        remote_s=token_bytes / profile.network_bytes_s.value,
+        first_s=profile.step_s.value + profile.overhead_s.value,
+        decode_s=0.0 if profile.decode is not None else profile.decode_seq_s.value,
+    )
+
+
 class PolicyChooser:
     """A policy on the gateway's own index, fed by KV events that come `events_s` late.
 
-    Loads and rates come from the gateway's own ledger, which learns them from the turns of this run; what
-    workers report of themselves is up to a second old.
+    Loads and rates come from the gateway's own ledger, which begins with the profile's rates, as if they were
+    configured, and learns from the turns of this run; what workers report of themselves is up to a second old.
     """
 
     def __init__(
@@ -57,7 +69,7 @@ class PolicyChooser:
         self._capacity: Final = int(profile.hbm_tokens.value) // self._size
         self._pool: Final = pool
         self._index: Final = BlockIndex()
-        self._ledger: Final = Ledger()
+        self._ledger: Final = Ledger(_prior(profile))
         self._tickets: Final[dict[Job, Ticket]] = {}
         self._random: Final = Random(seed)
         self._instances: Final = instances
