@@ -87,6 +87,7 @@ class _Book:
         "head_since",
         "inflight",
         "learner",
+        "opens",
         "queued",
         "recent",
         "recent_at",
@@ -105,6 +106,9 @@ class _Book:
         # Since when the work in `done` was being done; None while nothing tells how long it took.
         self.since: float | None = None
         self.done = Work()
+        # First steps in that time. They overlap: what comes while others are under way waits for no more of
+        # them, and a target that is busy would seem the faster for it.
+        self.opens = 0.0
         self.head_since = 0.0
 
     def sent(self, ticket: Ticket, now: float) -> None:
@@ -114,7 +118,7 @@ class _Book:
         self.recent_at = now
         self.inflight += 1
         if not self.queued:
-            self.since, self.done, self.head_since = now, Work(), now
+            self.since, self.done, self.head_since, self.opens = now, Work(), now, 1.0
         if not ticket.clean:
             self.since = None
         self.queued[ticket] = None
@@ -129,10 +133,10 @@ class _Book:
             self.done += ticket.work
             if self.queued and self.done.turns < _SAMPLE_TURNS:
                 return
-            self.learner.learn(self.done, now - self.since, now)
+            self.learner.learn(msgspec.structs.replace(self.done, turns=self.opens), now - self.since, now)
         # Prompts are computed one after the other: now the next one's turn has come.
         clear = answered and all(t.clean or t.over(now) for t in self.queued)
-        self.since, self.done = (now if clear else None), Work()
+        self.since, self.done, self.opens = (now if clear else None), Work(), 0.0
 
     def ended(self, ticket: Ticket, now: float) -> None:
         self.inflight -= 1

@@ -56,8 +56,8 @@ def _prior(profile: Profile) -> Rates:
 class PolicyChooser:
     """A policy on the gateway's own index, fed by KV events that come `events_s` late.
 
-    Loads and rates come from the gateway's own ledger, which begins with the profile's rates, as if they were
-    configured, and learns from the turns of this run; what workers report of themselves is up to a second old.
+    Loads and rates come from the gateway's own ledger: it begins with the profile's rates, as if they were
+    configured, and learns from the turns of this run. What workers report of themselves is up to 1 s old.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from policies.ledger import Ledger
+from policies.ledger import Ledger, Ticket
 from policies.rates import InUnits, Learner, Work, common
 from policies.types import BELIEVED, Candidate, Rates, Turn
 from workers.sim.engine import Engine, Limits, Started
@@ -232,3 +232,25 @@ class TestLedger:
         ledger.sent(Turn(1000, 0.0), Candidate("w"), 0.0)
         ledger.sent(Turn(1000, 0.0), Candidate("w", local_tokens=1000), 0.0)
         assert ledger.load("w", 0.0).reuse == 0.5
+
+
+def test_a_busy_target_does_not_seem_faster_for_first_steps_that_overlap() -> None:
+    """1.3 s that every turn takes, many at once: HTTP, tokenizing, a hand-over to decode."""
+    ledger = Ledger(Rates(prefill_s=4e-5, growth_s=0.0, first_s=1.3, decode_s=0.0))
+    expected: dict[str, float] = {}
+    for target, every in (("idle", 5.0), ("busy", 0.4)):
+        events: list[tuple[float, bool, Ticket | None]] = [(every * n, True, None) for n in range(80)]
+        free_at = 0.0
+        while events:
+            now, comes, ticket = events.pop(0)
+            if comes:
+                turn, chosen = Turn(3000, 0.5, block_size=16), Candidate(target)
+                free_at = max(free_at, now + 1.3) + 3000 * 4e-5
+                events.append((free_at, False, ledger.sent(turn, chosen, now)))
+                events.sort(key=lambda event: event[0])
+            elif ticket is not None:
+                ticket.first_token(now)
+                ticket.ended(now)
+        rates = ledger.rates(target, 400.0)
+        expected[target] = rates.first_s + 3000 * rates.prefill_s
+    assert expected["busy"] > 0.9 * expected["idle"]
