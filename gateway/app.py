@@ -72,7 +72,12 @@ class Gateway:
         )
         self.decisions = DecisionLog()
         self.pool = (
-            PoolView(mooncake.master, http_port=mooncake.http_port, budget_s=mooncake.budget_ms / 1e3)
+            PoolView(
+                mooncake.master,
+                http_port=mooncake.http_port,
+                budget_s=mooncake.budget_ms / 1e3,
+                remove_dead=mooncake.remove_dead,
+            )
             if mooncake.master
             else None
         )
@@ -102,7 +107,7 @@ class Gateway:
             settings.index.snapshot_path, settings.index.snapshot_interval_s, self.knowledge, self.streams
         )
         self.ledger = Ledger(InUnits(**settings.routing.rates.masked()).rates())
-        links = Links(self.streams, self.knowledge, self.prompts, self.snapshots, self.ledger)
+        links = Links(self.streams, self.knowledge, self.prompts, self.snapshots, self.ledger, self.pool)
         self.fleet.listen(links.follow)
         self.transport = AiohttpTransport(
             connect_s=timeouts.connect_s, between_chunks_s=timeouts.between_chunks_s
@@ -235,6 +240,7 @@ class Gateway:
             index_blocks=self._index_sizes(),
             kv_event_gaps={name: status.gaps for name, status in streams.items()},
             pool_degraded=self.pool is not None and self.pool.degraded,
+            pool_removed=0 if self.pool is None else self.pool.removed,
             index_file_age_s=file.age_s,
             index_file_failures=file.failures,
         )

@@ -9,6 +9,7 @@ from gateway.snapshots import Snapshots
 from policies.ledger import Ledger
 from store.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from store.knowledge import Knowledge
+from store.pool import PoolView
 from store.streams import EventSource, EventStreams
 from workers.fleet import FleetEvent
 from workers.worker import Worker
@@ -35,13 +36,18 @@ _KINDS = {BlockStored: "stored", BlockRemoved: "removed", AllBlocksCleared: "cle
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """A fleet listener: subscribes to what came up, forgets what was lost."""
+    """A fleet listener: subscribes to what came up, forgets what was lost.
+
+    A lost worker's share of the pool counts for nothing from then on; the master would still offer it for up
+    to its client_ttl. One that was removed while it was up still has its share.
+    """
 
     streams: EventStreams
     knowledge: Knowledge
     prompts: ModelPrompts
     snapshots: Snapshots
     ledger: Ledger
+    pool: PoolView | None
 
     def follow(self, event: FleetEvent, worker: Worker) -> None:
         if event == "up":
@@ -52,6 +58,11 @@ class Links:
             self._lost(worker)
         elif event == "removed":
             self._forget_rates(worker)
+        if self.pool is not None and worker.segment:
+            if event == "lost":
+                self.pool.lost(worker.segment)
+            elif event in ("up", "restarted", "removed"):
+                self.pool.back(worker.segment)
 
     def _up(self, worker: Worker) -> None:
         self.prompts.prepare(worker)

@@ -51,6 +51,7 @@ class Snapshot:
     index_blocks: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     kv_event_gaps: Mapping[str, int] = field(default_factory=dict[str, int])
     pool_degraded: bool = False
+    pool_removed: int = 0
     index_file_age_s: float | None = None
     index_file_failures: int = 0
 
@@ -278,6 +279,10 @@ class _StateCollector(Collector):
             blocks.add_metric([target, tier], count)
         degraded = GaugeMetricFamily("moongate_pool_degraded", "1 while the pool can't be asked.")
         degraded.add_metric([], float(snapshot.pool_degraded))
+        removed = CounterMetricFamily(
+            "moongate_pool_removed_objects", "Objects of dead workers taken out of the pool."
+        )
+        removed.add_metric([], snapshot.pool_removed)
         age = GaugeMetricFamily("moongate_index_snapshot_age_seconds", "Age of the index's snapshot on disk.")
         if snapshot.index_file_age_s is not None:
             age.add_metric([], snapshot.index_file_age_s)
@@ -285,4 +290,4 @@ class _StateCollector(Collector):
             "moongate_index_snapshot_failures", "Snapshots of the index that could not be written."
         )
         failures.add_metric([], snapshot.index_file_failures)
-        yield from (up, inflight, breaker, trust, blocks, degraded, age, failures)
+        yield from (up, inflight, breaker, trust, blocks, degraded, removed, age, failures)

@@ -23,7 +23,7 @@ from store.knowledge import Knowledge
 from store.placements import Placements
 from store.pool import PoolPrefix, PoolView
 from workers.fleet import Fleet
-from workers.worker import Target
+from workers.worker import Target, Worker
 
 _ENDLESS = Room()
 _NO_POOL = PoolPrefix(blocks=0, known=False)
@@ -164,14 +164,10 @@ class Router:
         """
         started = time.perf_counter()
         understood = await self._prompts.understand(parsed, path, body)
+        pool, pool_seconds = await self._in_pool(understood)
         local: dict[str, int] = {}
-        pool, pool_seconds = _NO_POOL, None
         if understood.prompt is not None and understood.scheme is not None:
             chain = understood.prompt.chain
-            if self._pool is not None and understood.layout is not None and len(chain):
-                asked = time.perf_counter()
-                pool = await self._pool.prefix(chain, understood.layout)
-                pool_seconds = time.perf_counter() - asked
             await self._hear_out(chain.keys)
             limit = (understood.prompt.size - 1) // understood.scheme.block_size
             local = self._knowledge.index.match(chain.keys, limit=limit)
@@ -201,6 +197,22 @@ class Router:
             return {}
         found = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
         return {name: value for name, value in found if name in named}
+
+    async def again(self, sight: Sight, failed: Worker) -> Sight:
+        """After a try failed: the worker that did may have taken its part of the pool with it."""
+        if self._pool is None or not sight.pool.known:
+            return sight
+        if failed.segment:
+            self._pool.suspect(failed.segment)
+        pool, pool_seconds = await self._in_pool(sight.understood)
+        return replace(sight, pool=pool, pool_seconds=pool_seconds)
+
+    async def _in_pool(self, understood: Understood) -> tuple[PoolPrefix, float | None]:
+        prompt, layout = understood.prompt, understood.layout
+        if self._pool is None or prompt is None or layout is None or not len(prompt.chain):
+            return _NO_POOL, None
+        asked = time.perf_counter()
+        return await self._pool.prefix(prompt.chain, layout), time.perf_counter() - asked
 
     def computed(self, sight: Sight, target: Target) -> None:
         """`target` answers this turn, so it holds the prompt's blocks, also before its events say so.

@@ -196,6 +196,13 @@ class Mooncake(Section, frozen=True):
     budget_ms: Annotated[
         float, Meta(gt=0, description="Milliseconds a turn waits for the pool before it goes without.")
     ] = 5.0
+    remove_dead: Annotated[
+        bool,
+        Meta(
+            description="Take objects that only a dead worker's memory held out of the pool when a turn "
+            "needs them: engines then compute at once instead of trying to load them."
+        ),
+    ] = True
 
 
 class Timeouts(Section, frozen=True):

@@ -167,6 +167,7 @@ class TurnApp:
                 return
             if not tries.left or not self._router.can_place(turn.sight, tries.failed):
                 raise _as_api_error(error)
+            turn.sight = await self._router.again(turn.sight, placement.target.worker)
 
     async def _try(
         self, turn: TurnState, parsed: ParsedTurn, placement: Placement, body: bytes, tries: _Tries

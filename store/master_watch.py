@@ -23,7 +23,8 @@ class MasterWatch:
 
     places: HOST and PORT where its admin HTTP may be, tried in order. budget_s: what a look-up may take for
     the master to count as well again. segments: kept up to date here. forget: called when this may be another
-    life of the master, all objects lost; doubt: when some objects were lost, or may have been.
+    life of the master, all objects lost; doubt: when some objects were lost, or may have been; looked: after
+    every good look.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class MasterWatch:
         segments: Segments,
         forget: Callable[[], None],
         doubt: Callable[[], None],
+        looked: Callable[[], None],
     ) -> None:
         self._master = master
         self._places = places
@@ -44,6 +46,7 @@ class MasterWatch:
         self._segments = segments
         self._forget = forget
         self._doubt = doubt
+        self._on_look = looked
         self._task: asyncio.Task[None] | None = None
         self._line: asyncio.BaseTransport | None = None
         self._wake = asyncio.Event()
@@ -128,6 +131,7 @@ class MasterWatch:
             logger.info("the pool of master %s can be asked", self._master)
             self.reason = ""
         self.checked_at = self._clock()
+        self._on_look()
 
     async def _reached(self) -> MooncakeHttp:
         """The admin HTTP, wherever it answers."""

@@ -130,6 +130,7 @@ class _Object(msgspec.Struct, gc=False):
     values: list[_Memory] | None = None
     disk_values: list[msgspec.Raw] | None = None
     local_disk_values: list[msgspec.Raw] | None = None
+    nof_values: list[msgspec.Raw] | None = None
 
 
 class _Objects(msgspec.Struct):
@@ -269,7 +270,7 @@ class MooncakeHttp:
         for key, each in _decoded(_objects, body).data.items():
             if not each.ok:
                 continue
-            disk = bool(each.disk_values or each.local_disk_values)
+            disk = bool(each.disk_values or each.local_disk_values or each.nof_values)
             values = each.values
             if not values and not disk:
                 continue

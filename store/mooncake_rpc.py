@@ -1,4 +1,5 @@
-"""Existence checks through the Mooncake store client, for those who want their leases or their speed.
+"""Existence checks through the Mooncake store client, for those who want their leases or their speed; and
+removal of objects, which the admin HTTP does not have.
 
 A whole turn's look-up against one through the admin HTTP (two busy cores, medians in ms, nothing remembered):
 
@@ -19,7 +20,8 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, cast
 
 from store.mooncake_http import MasterAway
@@ -37,9 +39,11 @@ class _Client(Protocol):
         self, hostname: str, metadata: str, segment: int, buffer: int, protocol: str, device: str, master: str
     ) -> int: ...
     def batch_is_exist(self, keys: list[str]) -> list[int]: ...
+    def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
 
 
-_Call = tuple[list[str], asyncio.AbstractEventLoop, "asyncio.Future[list[bool]]"]
+_Act = Callable[[_Client], list[int]]
+_Call = tuple[_Act, asyncio.AbstractEventLoop, "asyncio.Future[list[int]]"]
 
 
 class MooncakeRpc:
@@ -60,10 +64,28 @@ class MooncakeRpc:
 
     async def exist(self, keys: Sequence[str], timeout_s: float) -> list[bool]:
         """Whether each object is whole in the pool; takes leases. Raises MasterAway."""
+        asked = list(keys)
+        return [
+            code == 1 for code in await self._call(lambda client: client.batch_is_exist(asked), timeout_s)
+        ]
+
+    async def remove(self, keys: Sequence[str], before: float, timeout_s: float) -> int:
+        """Removes objects though they have leases; how many were there. Raises MasterAway.
+
+        before: in the seconds of `time.monotonic`; from then on it is not done any more.
+        """
+        doomed = list(keys)
+
+        def act(client: _Client) -> list[int]:
+            return client.batch_remove(doomed, True) if time.monotonic() < before else []
+
+        return (await self._call(act, timeout_s)).count(0)
+
+    async def _call(self, act: _Act, timeout_s: float) -> list[int]:
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[list[bool]] = loop.create_future()
+        answer: asyncio.Future[list[int]] = loop.create_future()
         try:
-            self._calls.put_nowait((list(keys), loop, answer))
+            self._calls.put_nowait((act, loop, answer))
             async with asyncio.timeout(timeout_s):
                 return await answer
         except queue.Full:
@@ -74,14 +96,14 @@ class MooncakeRpc:
     def _serve(self) -> None:
         client: _Client | None = None
         while True:
-            keys, loop, answer = self._calls.get()
+            act, loop, answer = self._calls.get()
             if answer.done():
                 continue
-            found: list[bool] | MasterAway
+            found: list[int] | MasterAway
             try:
                 client = client or self._connected()
-                codes = client.batch_is_exist(keys)
-                found = MasterAway("refused") if _RPC_FAIL in codes else [code == 1 for code in codes]
+                codes = act(client)
+                found = MasterAway("refused") if _RPC_FAIL in codes else codes
             except MasterAway as away:
                 found = away
             except Exception:
@@ -100,7 +122,7 @@ class MooncakeRpc:
         return client
 
 
-def _settle(answer: asyncio.Future[list[bool]], found: list[bool] | MasterAway) -> None:
+def _settle(answer: asyncio.Future[list[int]], found: list[int] | MasterAway) -> None:
     if answer.done():
         return
     if isinstance(found, MasterAway):

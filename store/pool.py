@@ -17,44 +17,34 @@ and soon without even trying, until the owner task finds the master well again.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol
 
 from store.breaker import Breaker
+from store.dead_segments import DeadSegments
 from store.keys import KeyLayout
+from store.lookups import MOST_KEYS, Lookups, Part, Query
 from store.master_watch import MasterWatch
-from store.mooncake_http import Drain, MasterAway, MooncakeHttp, Replicas, Segment, queryable
+from store.mooncake_http import Drain, MasterAway, MooncakeHttp, Segment, queryable
 from store.mooncake_rpc import MooncakeRpc
 from store.segments import Segments
-from store.sightings import Sighting, Sightings, Stretch, Walk
+from store.sightings import Sightings, Stretch, Walk
 
 logger = logging.getLogger(__name__)
 
-# One key takes 0.20 ms, 256 take 1.1 ms: the first round trip answers most turns at a fifth of the budget.
-_FIRST_KEYS: Final = 256
-_FAR_BLOCKS: Final = 32
-# Sent by up to 4 runners at once (the master has 4 threads); each works on an answer for 0.5 ms, so that
-# deadlines are kept.
-_CHUNK_KEYS: Final = 320
-_RUNNERS: Final = 4
-# A key's share of a round trip, both sides on two cores: the first guess, measured as we go.
-_KEY_S: Final = 6e-6
-_MOST_KEYS: Final = 8192
-# Runners at work, left behind ones included; above, the master is behind and gets no more.
-_MOST_RUNNERS: Final = 32
-# After the turn has gone on without it, for what is worth remembering.
-_LATE_S: Final = 0.25
-_MISSES: Final = 3
 _ADMIN_TIMEOUT_S: Final = 5.0
 _CLIENT_SETUP_S: Final = 2.0
 _FAILING_SEGMENTS: Final = 3
 _REMEMBERED: Final = 1 << 18
 _LAYOUTS: Final = 64
+# The turns that an engine may still be loading blocks for, when a segment dies.
+_RECENT_TURNS: Final = 64
+_RECENT_S: Final = 10.0
 
 
 class Chain(Protocol):
@@ -85,7 +75,6 @@ class PoolPrefix:
         return sum(max(0, run.stop - max(start, run.start)) for run in self.runs.get(place, ()))
 
 
-_SOMEWHERE: Final = Replicas(frozenset(), elsewhere=True)
 _UNKNOWN: Final = PoolPrefix(0, known=False, exact=False)
 
 
@@ -109,6 +98,7 @@ class PoolStatus:
     that ended; keys: objects in the pool; remembered: blocks; checked_s: age of the last good look, or None.
     announced: blocks that workers said they stored; announced_s: how long ago the last. While the pool is in
     use and nothing is announced, every turn must ask. master_events: whether the master has some of its own.
+    removed: objects that only dead workers held, taken out of the pool.
     """
 
     master: str
@@ -126,6 +116,7 @@ class PoolStatus:
     announced: int
     announced_s: float | None
     master_events: bool | None
+    removed: int
     checked_s: float | None
 
 
@@ -136,6 +127,8 @@ class PoolView:
     then at the address itself. budget_s: what a turn may wait, both rounds together.
     lookup: "rpc" asks through the store client, one round, with leases and without places;
     `store/mooncake_rpc.py` compares. ImportError when that client is not installed.
+    remove_dead: take objects that only a dead worker holds out of the pool when a turn needs them, so that
+    engines need not try to load them; `store/dead_segments.py` says when that is safe.
     """
 
     def __init__(
@@ -145,6 +138,7 @@ class PoolView:
         http_port: int = 9003,
         budget_s: float = 0.005,
         lookup: Literal["http", "rpc"] = "http",
+        remove_dead: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         host, _, port = rpc_address.rpartition(":")
@@ -154,16 +148,16 @@ class PoolView:
         places = dict.fromkeys([(host.strip("[]"), http_port), (host.strip("[]"), int(port))])
         self._budget_s: Final = budget_s
         self._rpc = MooncakeRpc(rpc_address) if lookup == "rpc" else None
-        self._first_keys = _FIRST_KEYS if self._rpc is None else _MOST_KEYS
-        self._chunk_keys = _CHUNK_KEYS if self._rpc is None else _MOST_KEYS
         self._clock = clock
-        self._runners: set[asyncio.Task[bool]] = set()
         self._segments = Segments()
+        self._dead = (
+            DeadSegments(rpc_address, self._segments, clock=clock, died=self._died, client=self._rpc)
+            if remove_dead
+            else None
+        )
+        self._recent: deque[tuple[float, Query]] = deque(maxlen=_RECENT_TURNS)
         self._pulls = Breaker()
         self._sightings: dict[KeyLayout, Sightings] = {}
-        self._forgot_at = float("-inf")
-        self._misses = 0
-        self._key_s = _KEY_S
         self._turns = self._asked = self._late = self._announced = 0
         self._announced_at: float | None = None
         self._watch = MasterWatch(
@@ -174,6 +168,10 @@ class PoolView:
             segments=self._segments,
             forget=self._forget,
             doubt=self._doubt,
+            looked=self._dead.meet if self._dead is not None else lambda: None,
+        )
+        self._lookups = Lookups(
+            self._watch, self._segments, rpc=self._rpc, dead=self._dead, budget_s=budget_s, clock=clock
         )
 
     async def start(self) -> None:
@@ -184,14 +182,19 @@ class PoolView:
                 await self._rpc.exist(["moongate"], _CLIENT_SETUP_S)
 
     async def close(self) -> None:
-        for runner in self._runners:
-            runner.cancel()
-        await asyncio.gather(*self._runners, return_exceptions=True)
+        await self._lookups.close()
+        if self._dead is not None:
+            await self._dead.close()
         await self._watch.close()
 
     @property
     def degraded(self) -> bool:
         return self._watch.degraded
+
+    @property
+    def removed(self) -> int:
+        """Objects that only dead workers held, taken out of the pool since the start."""
+        return self._dead.removed if self._dead is not None else 0
 
     def status(self) -> PoolStatus:
         now = self._clock()
@@ -207,7 +210,7 @@ class PoolView:
                     each.status,
                     each.size,
                     each.used,
-                    self._segments.is_lost(each),
+                    self._segments.is_lost(each.endpoint),
                     each.name in failing,
                 )
                 for each in self._segments
@@ -222,6 +225,7 @@ class PoolView:
             announced=self._announced,
             announced_s=None if self._announced_at is None else now - self._announced_at,
             master_events=self._watch.publishes_events,
+            removed=self.removed,
             checked_s=None if self._watch.checked_at is None else now - self._watch.checked_at,
         )
 
@@ -231,27 +235,22 @@ class PoolView:
         prefixes = queryable(layout)
         if self.degraded or prefixes is None or not self._pulls.allows(self._clock()):
             return _UNKNOWN
+        if self._dead is not None:
+            await self._dead.settled(self._budget_s)
         deadline = self._clock() + self._budget_s
-        keys = list(chain.keys)
         sightings = self._of(layout)
-        walk = sightings.walk(keys, self._segments, self._clock())
-        if walk.stop != "unknown":
-            return self._found(walk)
-        self._asked += 1
-        turn = _Turn(keys, chain.digests, layout.prefixes(), prefixes, sightings)
-        answered = await self._ask(turn, self._first_trip(turn, walk.blocks), deadline)
-        walk = sightings.walk(keys, self._segments, self._clock())
-        if answered and walk.stop == "unknown":
-            blocks = self._second_trip(turn, walk.blocks)
-            fitting = self._fitting(turn, deadline)
-            answered = await self._ask(turn, blocks[:fitting], deadline)
-            walk = sightings.walk(keys, self._segments, self._clock())
-            if answered and walk.stop == "unknown":
-                self._start(turn, blocks[fitting:], runners=1)
+        query = Query(list(chain.keys), chain.digests, (Part(layout.prefixes(), prefixes, sightings),))
+        self._recent.append((self._clock(), query))
+        walk = self._lookups.walk(query)
+        answered = True
         if walk.stop == "unknown":
-            self._late += 1
+            self._asked += 1
+            answered = await self._lookups.look(query, walk.blocks, deadline)
+            walk = self._lookups.walk(query)
+            self._late += walk.stop == "unknown"
         if self.degraded or (not answered and walk.blocks == 0):
             return _UNKNOWN
+        self._lookups.locate(query, walk)
         return self._found(walk)
 
     def announced(self, blocks: Iterable[bytes | int], layout: KeyLayout | None = None) -> None:
@@ -276,11 +275,27 @@ class PoolView:
 
         The master itself notices after its client_ttl only. A restarted worker's new segment counts again.
         """
-        self._segments.lost(where)
+        self._segments.lost(where, self._clock())
+        self.suspect(where)
 
     def back(self, where: str) -> None:
-        """Takes `lost` back."""
+        """Takes `lost` back, but not for memory of an earlier life of the worker."""
         self._segments.back(where)
+        self.suspect(where)
+
+    def suspect(self, where: str) -> None:
+        """The worker there may be dead: nothing there counts as soon as that is certain."""
+        if self._dead is not None:
+            self._dead.suspect(where)
+
+    def _died(self) -> None:
+        """Engines may be trying to load from there now, for turns that were looked up a while ago."""
+        since, blocks = self._clock() - _RECENT_S, MOST_KEYS
+        for at, query in reversed(self._recent):
+            blocks -= len(query.keys)
+            if at < since or blocks < 0:
+                return
+            self._lookups.refresh(query, all_blocks=True)
 
     def pull_failed(self, where: str | None = None) -> None:
         """A worker did not get what was promised: it answered 500, or far fewer tokens came from the cache.
@@ -347,105 +362,9 @@ class PoolView:
             self._segments.pull_tried(runs, now)
         return PoolPrefix(walk.blocks, known=True, exact=walk.stop != "unknown", runs=runs)
 
-    def _first_trip(self, turn: _Turn, start: int) -> list[int]:
-        near = max(1, self._first_keys // len(turn.prefixes))
-        end = len(turn.keys)
-        rest = range(start + near, end)
-        far = rest[:: max(1, len(rest) // _FAR_BLOCKS)]
-        blocks = [*range(start, min(start + near, end)), *far]
-        return turn.sightings.unknown(turn.keys, blocks, self._segments, self._clock())
-
-    def _second_trip(self, turn: _Turn, start: int) -> list[int]:
-        """All up to the first that is known to be missing; bounded, the rest is for the next turn."""
-        blocks = range(start, len(turn.keys))
-        found = turn.sightings.unknown(turn.keys, blocks, self._segments, self._clock(), to_absent=True)
-        return found[: max(1, _MOST_KEYS // len(turn.prefixes))]
-
-    def _fitting(self, turn: _Turn, deadline: float) -> int:
-        """How many blocks can be asked for by the deadline, by the pace of late."""
-        keys = max(0.0, deadline - self._clock()) * 0.8 / self._key_s
-        return max(1, max(_CHUNK_KEYS, int(keys)) // len(turn.prefixes))
-
-    async def _ask(self, turn: _Turn, blocks: list[int], deadline: float) -> bool:
-        """Whether all were answered by the deadline. What comes later is remembered for other turns."""
-        if not blocks:
-            return True
-        left = deadline - self._clock()
-        if self._watch.http is None or left <= 0 or len(self._runners) >= _MOST_RUNNERS:
-            return False
-        before, began = turn.answered, self._clock()
-        done, pending = await asyncio.wait(self._start(turn, blocks, _RUNNERS), timeout=left)
-        if turn.answered > before:
-            self._misses = 0
-            if not pending and len(blocks) * len(turn.prefixes) >= _FIRST_KEYS:
-                each_s = (self._clock() - began) / (len(blocks) * len(turn.prefixes))
-                self._key_s += 0.2 * (each_s - self._key_s)
-        elif self._clock() < deadline + self._budget_s:  # else this loop was late, not the master
-            self._misses += 1
-            if self._misses >= _MISSES:
-                self._watch.degrade("slow")
-        return not pending and all(runner.result() for runner in done)
-
-    def _start(self, turn: _Turn, blocks: list[int], runners: int) -> list[asyncio.Task[bool]]:
-        """Asks for `blocks` in the order given, leaving nobody waiting."""
-        if self._watch.http is None or not blocks:
-            return []
-        size = max(1, self._chunk_keys // len(turn.prefixes))
-        queue = iter([blocks[at : at + size] for at in range(0, len(blocks), size)])
-        started = [
-            asyncio.create_task(self._run(self._watch.http, turn, queue))
-            for _ in range(min(runners, -(-len(blocks) // size)))
-        ]
-        for runner in started:
-            self._runners.add(runner)
-            runner.add_done_callback(self._runners.discard)
-        return started
-
-    async def _run(self, http: MooncakeHttp, turn: _Turn, chunks: Iterator[list[int]]) -> bool:
-        """Round trips one after the other, until the common queue is empty (True) or one fails."""
-        try:
-            for chunk in chunks:
-                if not await self._call(http, turn, chunk):
-                    return False
-                turn.answered += 1
-        except Exception:
-            logger.exception("a look-up in the pool failed")
-            return False
-        return True
-
-    async def _call(self, http: MooncakeHttp, turn: _Turn, blocks: list[int]) -> bool:
-        """One round trip. False when it failed."""
-        sent_at = self._clock()
-        hexes = [digest.hex() for digest in _picked(turn.digests, blocks)]
-        try:
-            found = await self._replicas(http, turn, hexes)
-        except MasterAway as away:
-            if away.refused:
-                self._watch.degrade(away.reason)
-            return False
-        if sent_at < self._forgot_at:
-            return False
-        alike: dict[tuple[Replicas, ...], Sighting] = {}
-        missing = Sighting(sent_at, ())
-        for block, text in zip(blocks, hexes, strict=True):
-            parts = tuple([found[key] for prefix in turn.prefixes if (key := prefix + text) in found])
-            if len(parts) < len(turn.prefixes):
-                sighting = missing
-            elif (sighting := alike.get(parts)) is None:
-                sighting = alike[parts] = Sighting(sent_at, parts)
-            turn.sightings.saw(turn.keys[block], sighting)
-        return True
-
-    async def _replicas(self, http: MooncakeHttp, turn: _Turn, hexes: list[str]) -> dict[str, Replicas]:
-        if self._rpc is None:
-            return await http.replicas([prefix + text for text in hexes for prefix in turn.quoted], _LATE_S)
-        keys = [prefix + text for text in hexes for prefix in turn.prefixes]
-        whole = await self._rpc.exist(keys, _LATE_S)
-        return {key: _SOMEWHERE for key, there in zip(keys, whole, strict=True) if there}
-
     def _forget(self) -> None:
         """This may be another life of the master, and in that it knows no keys."""
-        self._forgot_at = self._clock()
+        self._lookups.forget()
         for sightings in self._sightings.values():
             sightings.clear()
 
@@ -454,33 +373,9 @@ class PoolView:
             sightings.objects_vanished(self._clock())
 
 
-@dataclass(slots=True)
-class _Turn:
-    """What one look-up works on.
-
-    prefixes, quoted: of keys, as they are and as they go into a URL. answered: round trips.
-    """
-
-    keys: list[int]
-    digests: Sequence[bytes]
-    prefixes: tuple[str, ...]
-    quoted: tuple[str, ...]
-    sightings: Sightings
-    answered: int = 0
-
-
 def _by_place(stretches: Iterable[Stretch]) -> dict[str, list[range]]:
     runs: dict[str, list[range]] = {}
     for each in stretches:
         for place in each.places:
             runs.setdefault(place, []).append(range(each.start, each.stop))
     return runs
-
-
-def _picked(digests: Sequence[bytes], blocks: list[int]) -> Sequence[bytes]:
-    """Cut out at once where they lie close together: a fifth of the time of picking one by one."""
-    first, last = blocks[0], blocks[-1]
-    if last - first > 2 * len(blocks):
-        return [digests[each] for each in blocks]
-    near = list(digests[first : last + 1])
-    return [near[each - first] for each in blocks]

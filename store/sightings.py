@@ -123,6 +123,20 @@ class Sightings:
                 break
         return found
 
+    def states(self, keys: Iterable[int], segments: Segments, now: float) -> list[Stop]:
+        """Of each block: "end" when it is there, "absent", or "unknown"."""
+        found: list[Stop] = []
+        for key in keys:
+            sighting = self._young.get(key) or self._old.get(key)
+            found.append("unknown" if sighting is None else self._judge(sighting, segments, now)[0])
+        return found
+
+    def unplaced(self, keys: Sequence[int]) -> list[int]:
+        """The blocks (indexes of `keys`) that are known from announcements only: nobody said where."""
+        young, old = self._young, self._old
+        found = [young.get(key) or old.get(key) for key in keys]
+        return [block for block, each in enumerate(found) if each is not None and each.parts is None]
+
     def walk(self, keys: Sequence[int], segments: Segments, now: float) -> Walk:
         """The leading blocks that are there now, as far as known. 0.1 us a block."""
         young, old = self._young, self._old
@@ -162,13 +176,14 @@ class Sightings:
         if age >= (BUSY_S if sighting.at <= self._lossy_at else QUIET_S):
             return "unknown", frozenset()
         if sighting.parts is None:
-            return "end", frozenset()
+            return ("end" if sighting.at > segments.shrunk_at else "unknown"), frozenset()
         common: frozenset[str] | None = None
         for part in sighting.parts:
             there = [each for each in part.endpoints if segments.readable(each, sighting.at, now)]
             if not there and not part.elsewhere:
                 # Copies may have moved meanwhile (drain): a fresh answer decides, a stale one is asked again.
-                return ("absent" if age < ABSENT_S else "unknown"), frozenset()
+                fresh = age < ABSENT_S and sighting.at > segments.shrunk_at
+                return ("absent" if fresh else "unknown"), frozenset()
             places = frozenset[str]().union(*(segments.places(each) for each in there))
             common = places if common is None else common & places
         return "end", common or frozenset()

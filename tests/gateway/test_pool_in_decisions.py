@@ -1,17 +1,31 @@
 """What the pool holds, and where, as candidates show it: real objects, a real master, a real gateway."""
 
-from collections.abc import Iterator
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
+from conftest import Front
 
 from peer import Connection, Received
-from pool_rig import PoolRig, explained, pool_rig
+from pool_rig import PORTS, PoolRig, explained, pool_rig, pool_view
+from tests.store.test_dead_segments import Store, ended, met
 
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolRig]:
     with pool_rig(tmp_path_factory.mktemp("pool")) as rig:
         yield rig
+
+
+async def post(gate: Front, body: dict[str, Any]) -> Mapping[str, str]:
+    """The headers of an answer."""
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", json=body) as answer:
+        assert answer.status == 200, await answer.text()
+        await answer.read()
+        return answer.headers
 
 
 async def say_ok(_: Received, connection: Connection) -> None:
@@ -32,3 +46,75 @@ async def test_tokens_in_a_workers_own_segment_are_told_from_those_across_the_ne
     shown = list((await explained(gate, body)).values())
     assert [each["pool_tokens"] for each in shown] == [8 * 32] * 3
     assert [each["own_segment_tokens"] for each in shown] == [5 * 32, 3 * 32, 0]
+
+
+async def test_a_lost_workers_share_of_the_pool_counts_for_nothing_until_it_is_back(
+    rig: PoolRig, peers, front
+) -> None:
+    one, two = await peers(say_ok), await peers(say_ok)
+    rig.serve(one)
+    rig.serve(two)
+    gate = await front(one, two, env=rig.env(one, two))
+    body = rig.body("lost")
+    chain = rig.prompt(body).chain
+    rig.stores[0].put(chain.digests[:5])
+    rig.stores[1].put(chain.digests[5:8])
+
+    async def in_pool() -> set[int]:
+        return {each["pool_tokens"] for each in (await explained(gate, body)).values()}
+
+    assert await in_pool() == {8 * 32}
+    worker = gate.gateway.fleet.get(f"127.0.0.1:{two.port}")
+    await two.stop()
+    await gate.until(lambda: worker.state == "down")
+    assert await in_pool() == {5 * 32}
+    await two.start(two.port)
+    await gate.until(lambda: worker.state == "up")
+    assert await in_pool() == {8 * 32}
+    gate.gateway.fleet.remove(worker.name)  # its memory is still there
+    assert await in_pool() == {8 * 32}
+    assert (await pool_view(gate))["removed"] == 0
+
+
+async def test_a_turn_that_fails_over_finds_nothing_of_the_dead_worker_in_the_pool(
+    rig: PoolRig, peers, front, tmp_path: Path
+) -> None:
+    """The worker that gets the turn would try to load those blocks for as long as the master offers them."""
+    body = rig.body("dies")
+    chain = rig.prompt(body).chain
+    own = f"127.0.0.1:{next(PORTS)}"
+    store = Store(rig.master.address, own, chain.digests, tmp_path / "store.log", model=rig.model)
+    await store.stored()
+    seen: list[int] = []
+
+    async def look(_: Received, connection: Connection) -> None:
+        # An engine looks again while it can't load; the turn before it waits 0.25 s for the removal at most.
+        async with asyncio.timeout(5):
+            while rig.stores[0].prefix(chain.digests):
+                await asyncio.sleep(0.01)
+        seen.append(0)
+        await connection.answer(200, b'{"ok":true}', "content-type: application/json")
+
+    async def die(_: Received, connection: Connection) -> None:
+        await ended(store)
+        server = dying._server  # pyright: ignore[reportPrivateUsage]
+        assert server is not None
+        server.close()
+        connection.reset()
+
+    healthy, dying = await peers(look), await peers(die)
+    rig.serve(healthy)
+    rig.serve(dying)
+    segments = {healthy.url: rig.segments[0], dying.url: own}
+    gate = await front(healthy, dying, env=rig.env() | {"MOONGATE_WORKERS__SEGMENTS": json.dumps(segments)})
+    pool = gate.gateway.pool
+    assert pool is not None
+    await met(pool, own)
+    gate.gateway.fleet.cordon(f"127.0.0.1:{healthy.port}", True)
+    turn = asyncio.create_task(post(gate, body))
+    await gate.until(lambda: bool(dying.received))
+    gate.gateway.fleet.cordon(f"127.0.0.1:{healthy.port}", False)
+    headers = await turn
+    assert headers["x-moongate-worker"] == f"127.0.0.1:{healthy.port}"
+    assert headers["x-moongate-pool-tokens"] == "0"
+    assert seen == [0]

@@ -616,7 +616,7 @@ async def test_a_cancelled_turn_leaves_nothing_behind(
     await asyncio.gather(*turns, return_exceptions=True)
 
     async def idle() -> bool:
-        return not view._runners  # pyright: ignore[reportPrivateUsage]
+        return view._lookups.idle  # pyright: ignore[reportPrivateUsage]
 
     await until(idle)
     assert await blocks(view, chain_of("after", 3)) == 0

@@ -167,16 +167,16 @@ def test_a_second_copy_counts_when_the_first_is_lost() -> None:
     segments = told(segment("10.0.0.1:1", 0), segment("10.0.0.2:1", 0))
     sightings = Sightings(10)
     sightings.saw(1, seen(1.0, "10.0.0.1:1/0", "10.0.0.2:1/0"))
-    segments.lost("10.0.0.1:1")
+    segments.lost("10.0.0.1:1", 0.0)
     walk = sightings.walk([1], segments, 1.0)
     assert walk.stretches[0].places == {"10.0.0.2:1", "10.0.0.2"}
-    segments.lost("10.0.0.2")
+    segments.lost("10.0.0.2", 0.0)
     assert sightings.walk([1], segments, 1.0).blocks == 0
 
 
 def test_a_restarted_worker_is_not_the_lost_one() -> None:
     segments = told(segment("10.0.0.1:1", 0))
-    segments.lost("10.0.0.1:1")
+    segments.lost("10.0.0.1:1", 0.0)
     segments.told([segment("10.0.0.1:1", 0), segment("10.0.0.1:1", 1)], 1.0)
     assert not segments.readable("10.0.0.1:1/0", 2.0, 2.0)
     assert segments.readable("10.0.0.1:1/1", 2.0, 2.0)
