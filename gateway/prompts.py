@@ -118,6 +118,8 @@ class ModelPrompts:
 
     async def understand(self, parsed: ParsedTurn, path: str, body: bytes) -> Understood:
         """Tokens and chain of a turn, made here or by a worker. Never raises."""
+        if self._settings.source == "off":
+            return Understood(unknown="off")
         if parsed.prompt is None:
             return Understood(unknown=parsed.unknown)
         served = self._served(parsed.model)

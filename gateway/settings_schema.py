@@ -120,10 +120,10 @@ class PromptSettings(Section, frozen=True):
     threads: Annotated[int, Meta(ge=1, description="Threads that tokenize long new prompts, per model.")] = 1
 
     source: Annotated[
-        Literal["auto", "local", "remote"],
+        Literal["auto", "local", "remote", "off"],
         Meta(
-            description="Where prompts are rendered: here (local), by a worker (remote), or here as long "
-            "as checks against the workers hold (auto)."
+            description="Where prompts are rendered: here (local), by a worker (remote), here as long as "
+            "checks against the workers hold (auto), or nowhere: turns are placed without them (off)."
         ),
     ] = "auto"
     audit_fraction: Annotated[
