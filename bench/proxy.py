@@ -2,11 +2,11 @@
 
     .venv/bin/python bench/proxy.py [--quick]
 
-Two mock workers that answer at once, a closed-loop generator, bodies of 1 KB, 349 KB (agent: 80,000 tokens, 8 KB
-more each turn, warm: every turn but a session's first) and 800 KB. `exact` hashes each prompt and finds its
-blocks in the index, of which the workers' events told; `plain` looks at no prompt. CPU is that of the router's
-process; added latency is the median through the router less the median without it. Cells of one round follow
-each other router by router; the table has medians over rounds.
+Two mock workers that answer at once, a closed-loop generator, bodies of 1 KB, 349 KB (agent: 80,000 tokens,
+8 KB more each turn, warm: every turn but a session's first) and 800 KB. `exact` hashes each prompt and finds
+its blocks in the index, of which the workers' events told; `plain` looks at no prompt. CPU is that of the
+router's process; added latency is the median through the router less the median without it. Cells of one
+round follow each other router by router; the table has medians over rounds.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from prompt import MODEL, SCHEME, Conversation, make_model
-from store.prompt.local import LocalPrompts
-from store.prompt.request import ChatPrompt
 from wire.load import Timing, cpu_s, drive, rss_mb
 from wire.targets import Target, Targets, await_ready, install_peers
+
+from store.prompt.local import LocalPrompts
+from store.prompt.request import ChatPrompt
 from workers.launch.ports import free_ports
 from workers.sim.kv_publisher import KvPublisher
 
@@ -42,6 +43,9 @@ DIRECT, EXACT, PLAIN = "no router", "moongate exact", "moongate plain"
 ROUND_ROBIN, CACHE_AWARE = "vllm-router round_robin", "vllm-router cache_aware"
 SMALL = {"model": "m", "messages": [{"role": "user", "content": "Which worker holds this? " * 35}]}
 PACED_CHUNKS, PACED_LANES = 100, 64
+# An agent's tool takes longer than that. The gateway lets a turn that comes sooner after its session's last
+# answer wait for that answer's events: up to 20 ms which no real agent sees.
+TOOL_S = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,9 @@ class Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer cells and rounds, under 60 s")
-    parser.add_argument("--only", nargs="*", default=[], help="names of the routers to run, by their beginnings")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="names of the routers to run, by their beginnings"
+    )
     args = parser.parse_args()
     make_model(MODEL)
     missing = install_peers()
@@ -113,7 +119,13 @@ class Bench:
         for number in range(2):
             port, events, replay = next(ports), next(ports), next(ports)
             self.publishers.append(KvPublisher("127.0.0.1", events, replay))
-            argv = [str(ROOT / "bench" / "wire" / "worker.py"), str(port), str(MODEL), str(events), str(replay)]
+            argv = [
+                str(ROOT / "bench" / "wire" / "worker.py"),
+                str(port),
+                str(MODEL),
+                str(events),
+                str(replay),
+            ]
             targets.run(f"worker {number}", argv)
             workers.append(f"http://127.0.0.1:{port}")
         self.targets = [Target(DIRECT, int(workers[0].rsplit(":", 1)[1]))]
@@ -145,7 +157,23 @@ class Bench:
         for target in self.targets:
             await_ready(target, _small("whole"))
 
+    async def settle(self) -> None:
+        """One session through every router, then wait until what that set off in the background has ended."""
+        for target in self.targets[1:]:
+            conversation = Conversation(AGENT_TOKENS)
+            turns = [conversation.body(), conversation.next_turn(), conversation.next_turn()]
+            await drive(target.port, [[_asking(body, "whole") for body in turns]])
+        for target in self.targets[1:]:
+            used, quiet = cpu_s(target.pid), 0
+            async with asyncio.timeout(60):
+                while quiet < 4:
+                    await asyncio.sleep(0.3)
+                    now = cpu_s(target.pid)
+                    quiet = quiet + 1 if now - used < 0.02 else 0
+                    used = now
+
     async def run(self, cells: Sequence[Cell], rounds: int) -> None:
+        await self.settle()
         rows: dict[str, dict[str, Row]] = {}
         before = {target.name: rss_mb(target.pid) for target in self.targets if target.process}
         for _ in range(rounds):
@@ -155,7 +183,10 @@ class Bench:
                     await self.measure(target, cell, row)
         after = {target.name: rss_mb(target.pid) for target in self.targets if target.process}
         report(rows, before, after)
-        print("RESULT " + json.dumps({key: round(value, 3) for key, value in result(rows, before, after).items()}))
+        print(
+            "RESULT "
+            + json.dumps({key: round(value, 3) for key, value in result(rows, before, after).items()})
+        )
 
     async def measure(self, target: Target, cell: Cell, row: Row) -> None:
         lanes, first = self.bodies(cell, target)
@@ -164,7 +195,7 @@ class Bench:
         gc.collect()
         cpu = cpu_s(target.pid) if target.process else 0.0
         began = time.perf_counter()
-        timing: Timing = await drive(target.port, lanes)
+        timing: Timing = await drive(target.port, lanes, TOOL_S if first and cell.lanes == 1 else 0.0)
         seconds = time.perf_counter() - began
         turns = cell.lanes * cell.turns
         # What a turn left to do after its answer counts too.
@@ -246,9 +277,7 @@ def result(
     return {key: value for key, value in found.items() if value == value}
 
 
-def report(
-    rows: dict[str, dict[str, Row]], before: dict[str, float], after: dict[str, float]
-) -> None:
+def report(rows: dict[str, dict[str, Row]], before: dict[str, float], after: dict[str, float]) -> None:
     for cell, targets in rows.items():
         print(f"\n{cell:<26} {'CPU ms/turn':>11} {'p50 ms':>8} {'p99 ms':>8} {'added':>8} {'turns/s':>8}")
         direct = statistics.median(targets[DIRECT].p50_ms)

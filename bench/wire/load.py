@@ -1,4 +1,4 @@
-"""A closed-loop load generator: so many connections, each sends its next body when its answer is complete."""
+"""A closed-loop load generator: so many connections, each sends its next body once it has its answer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class Timing:
 class Client(asyncio.Protocol):
     """One connection that works through `bodies`. `done` is set after the last, or when the server leaves."""
 
-    def __init__(self, session: bytes, bodies: Iterator[bytes], timing: Timing) -> None:
+    def __init__(self, session: bytes, bodies: Iterator[bytes], timing: Timing, pause_s: float) -> None:
         self.session = session
+        self.pause_s = pause_s
         self.bodies = bodies
         self.timing = timing
         self.done = asyncio.get_running_loop().create_future()
@@ -70,7 +71,10 @@ class Client(asyncio.Protocol):
         self.tail = (self.tail + data)[-5:]
         if self.have >= self.length if self.length else self.tail == b"0\r\n\r\n":
             self.timing.whole.append(time.perf_counter() - self.started)
-            self.next()
+            if self.pause_s:
+                asyncio.get_running_loop().call_later(self.pause_s, self.next)
+            else:
+                self.next()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.done.done():
@@ -78,13 +82,15 @@ class Client(asyncio.Protocol):
             self.done.set_result(None)
 
 
-async def drive(port: int, lanes: Sequence[Sequence[bytes]], timeout_s: float = 120.0) -> Timing:
-    """Each lane's bodies over a connection of its own, all lanes at once."""
+async def drive(
+    port: int, lanes: Sequence[Sequence[bytes]], pause_s: float = 0.0, timeout_s: float = 120.0
+) -> Timing:
+    """Each lane's bodies over a connection of its own, all lanes at once, `pause_s` before each next one."""
     timing = Timing()
     loop = asyncio.get_running_loop()
     clients: list[Client] = []
     for number, lane in enumerate(lanes):
-        client = Client(b"s%d" % number, iter(lane), timing)
+        client = Client(b"s%d" % number, iter(lane), timing, pause_s)
         await loop.create_connection(lambda client=client: client, "127.0.0.1", port)
         clients.append(client)
     async with asyncio.timeout(timeout_s):

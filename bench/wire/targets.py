@@ -85,9 +85,7 @@ class Targets:
         argv = ["-m", "smg", "launch", "--policy", policy, "--log-level", "warn"]
         return self._peer(f"smg {policy}", argv, port, metrics, workers)
 
-    def _peer(
-        self, name: str, argv: list[str], port: int, metrics: int, workers: Sequence[str]
-    ) -> Target:
+    def _peer(self, name: str, argv: list[str], port: int, metrics: int, workers: Sequence[str]) -> Target:
         where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
         return Target(name, port, self.run(name, [*argv, *where, "--worker-urls", *workers]))
 

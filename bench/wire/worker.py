@@ -20,8 +20,8 @@ _STREAM = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 _EVENT = (
-    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,'
-    b'"delta":{"content":" word"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":['
+    b'{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
 )
 CHUNK = b"%x\r\n%b\r\n" % (len(_EVENT), _EVENT)
 END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
@@ -42,7 +42,8 @@ _ANSWER = json.dumps(
 class Mock(asyncio.Protocol):
     """Pages are answered by path; a POST for them is read and then answered too."""
 
-    pages: dict[bytes, bytes] = {}
+    def __init__(self, pages: dict[bytes, bytes]) -> None:
+        self.pages = pages
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport: asyncio.Transport = transport  # type: ignore[assignment]
@@ -136,8 +137,10 @@ def pages(model: str, events_port: int, replay_port: int) -> dict[bytes, bytes]:
 
 
 async def serve(port: int, model: str, events_port: int, replay_port: int) -> None:
-    Mock.pages = pages(model, events_port, replay_port)
-    server = await asyncio.get_running_loop().create_server(Mock, "127.0.0.1", port, backlog=1024)
+    known = pages(model, events_port, replay_port)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Mock(known), "127.0.0.1", port, backlog=1024
+    )
     await server.serve_forever()
 
 
