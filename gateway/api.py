@@ -166,6 +166,18 @@ class _Responses(msgspec.Struct):
     kv_transfer_params: Any = None
 
 
+class _Head(msgspec.Struct):
+    """What places a turn whose prompt nobody looks at; a third of what reading the messages takes."""
+
+    model: str
+    stream: bool | None = None
+    kv_transfer_params: Any = None
+    previous_response_id: str | None = None
+    metadata: Any = None
+    session_id: Any = None
+    prompt_cache_key: Any = None
+
+
 class _Other(msgspec.Struct):
     model: Any = None
     kv_transfer_params: Any = None
@@ -177,15 +189,22 @@ def is_event_stream(headers: Headers) -> bool:
 
 
 def parse(
-    method: str, path: str, body: bytes, content_type: bytes = b"", bodies: Bodies | None = None
+    method: str,
+    path: str,
+    body: bytes,
+    content_type: bytes = b"",
+    bodies: Bodies | None = None,
+    *,
+    prompts: bool = True,
 ) -> ParsedTurn:
     """Read `body` as what `path` takes; what it repeats of earlier `bodies` is not read again.
 
-    Raises InvalidRequest, with the field to blame if there is one.
+    prompts: whether anybody will look at the prompt. Raises InvalidRequest, with the field to blame if there
+    is one.
     """
     reader = _READERS.get(path) if method == "POST" else None
     if reader is not None:
-        return reader(body, bodies or Bodies(0))
+        return reader(body, bodies or Bodies(0)) if prompts else _head(_API_OF[path], body)
     if path.startswith(_STORED):
         return ParsedTurn(
             "responses", "", unknown="other_api", response_id=path[len(_STORED) :].split("/")[0]
@@ -241,6 +260,13 @@ def _responses(body: bytes, bodies: Bodies) -> ParsedTurn:
     return _whole("responses", body, _Responses, lambda: bodies.read(body, _ResponsesTurn, "input"))
 
 
+def _head(api: Api, body: bytes) -> ParsedTurn:
+    head = _decode(body, _Head)
+    _refuse_transfer(head.kv_transfer_params)
+    earlier = head.previous_response_id if api == "responses" else None
+    return ParsedTurn(api, head.model, unknown="off", session=_session(head), response_id=earlier or "")
+
+
 def _whole(
     api: Api,
     body: bytes,
@@ -266,7 +292,7 @@ def _whole(
     )
 
 
-def _session(body: "_ChatTurn | _Completion | _MessagesTurn | _ResponsesTurn") -> str:
+def _session(body: "_Head | _ChatTurn | _Completion | _MessagesTurn | _ResponsesTurn") -> str:
     return named_in_body(body.metadata, body.session_id, body.prompt_cache_key)
 
 
@@ -349,6 +375,12 @@ def _refuse_transfer(params: object) -> None:
         raise errors.InvalidRequest("kv_transfer_params is not for clients", param="kv_transfer_params")
 
 
+_API_OF: Mapping[str, Api] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/messages": "messages",
+    "/v1/responses": "responses",
+}
 _READERS: Mapping[str, Callable[[bytes, Bodies], ParsedTurn]] = {
     "/v1/chat/completions": _chat,
     "/v1/completions": _completion,

@@ -53,11 +53,14 @@ class ModelPrompts:
         counted: Callable[[str, str, Result], None],
         shown: Callable[[str], HashScheme | None],
     ) -> None:
-        """`counted` gets every parity check's model, API and result; `shown`: how a target's events hash."""
+        """looked_at: false where settings say that turns are placed without their prompts.
+
+        `counted` gets every parity check's model, API and result; `shown`: how a target's events hash."""
         self._fleet = fleet
         self._models = models
         self._shown = shown
         self._settings = settings
+        self.looked_at = settings.source != "off"
         self._sources: dict[str, PromptSource] = {}
         self.renderer = renderer
         self.parity = Parity(renderer, self.local_tokens, counted, sample=settings.audit_fraction)
@@ -118,7 +121,7 @@ class ModelPrompts:
 
     async def understand(self, parsed: ParsedTurn, path: str, body: bytes) -> Understood:
         """Tokens and chain of a turn, made here or by a worker. Never raises."""
-        if self._settings.source == "off":
+        if not self.looked_at:
             return Understood(unknown="off")
         if parsed.prompt is None:
             return Understood(unknown=parsed.unknown)
@@ -179,7 +182,7 @@ class ModelPrompts:
         if kind == "local" or (kind == "auto" and not self.parity.differs(card.id, parsed.api)):
             source = self.source(worker, card)
             try:
-                return await source.prompt(request, scheme, lora=lora)
+                return await source.prompt(request, scheme, lora=lora, most=len(body))
             except Unrenderable as why:
                 has_media = why.reason == "multimodal"
                 if not has_media and (kind == "local" or why.reason in _FINAL):

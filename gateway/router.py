@@ -154,6 +154,10 @@ class Router:
         """Turns that are placed from now on go by `plan`."""
         self.plan = plan
 
+    @property
+    def looks_at_prompts(self) -> bool:
+        return self._prompts.looked_at
+
     async def look(
         self, parsed: ParsedTurn, path: str, body: bytes, only: str = "", client: Client = ANYBODY
     ) -> Sight:

@@ -1,6 +1,7 @@
 """Running the gateway: sockets, logging and the HTTP server around the ASGI app."""
 
 import asyncio
+import gc
 import logging
 import math
 import os
@@ -147,6 +148,17 @@ class _Server(uvicorn.Server):
             await self.on_tick(0)
 
 
+def _spare_the_collector() -> None:
+    """Look for garbage in cycles less often, and never in what was there at the start.
+
+    A body of 349 KB makes thousands of objects that die with its turn, without cycles: with Python's defaults
+    the collector took a sixth of a turn's CPU.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
 def run(
     app: ASGIApp,
     settings: Settings,
@@ -167,6 +179,7 @@ def run(
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(settings.timeouts.drain_s),
     )
+    _spare_the_collector()
     print(
         f"moongate listens on {base_url(sockets[0])}, admin on {base_url(sockets[-1])}/admin/v1", flush=True
     )

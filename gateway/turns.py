@@ -118,7 +118,8 @@ class TurnApp:
         try:
             body = await exchange.read_body(self._limits.max_body_bytes)
             content_type = exchange.header(b"content-type") or b""
-            parsed = parse(exchange.method, exchange.path, body, content_type, self._bodies)
+            looks = self._router.looks_at_prompts
+            parsed = parse(exchange.method, exchange.path, body, content_type, self._bodies, prompts=looks)
             turn.parsed, body = self._aliases.resolved(parsed, body, content_type)
             turn.alias = parsed.model if turn.parsed.model != parsed.model else ""
             async with (

@@ -69,10 +69,16 @@ class PromptSource:
         self._hastened = False
 
     async def prompt(
-        self, request: PromptRequest, scheme: HashScheme, *, lora: tuple[str, str] | None = None
+        self,
+        request: PromptRequest,
+        scheme: HashScheme,
+        *,
+        lora: tuple[str, str] | None = None,
+        most: int | None = None,
     ) -> Prompt:
         """Tokens and chain of `request`; waits for the tokenizer if it is loading.
 
+        most: more characters than it has for sure, where that is known (bytes of its JSON).
         Raises Unrenderable: also, without another attempt, for `retry_delay_s` after a load that failed.
         """
         local = self._local or await self._load()
@@ -81,7 +87,7 @@ class PromptSource:
             self._hastened = True
             threading.Thread(target=local.hasten, name="fast encoder", daemon=True).start()
         loop = asyncio.get_running_loop()
-        if _characters(request) > _LONG:
+        if (most is None or most > _LONG) and _characters(request) > _LONG:
             return await loop.run_in_executor(self._threads, lambda: local.prompt(request, scheme, lora=lora))
         plan = local.plan(request, scheme, lora=lora)
         if plan.missing <= _SHORT:
