@@ -20,7 +20,7 @@ define timed
 	echo "<== $(1): $$([ $$code = 0 ] && echo ok || echo FAILED) in $$(($$(date +%s) - start)) s"; exit $$code
 endef
 
-.PHONY: help up test check unit e2e lint types imports bench setup setup-vllm clean distclean
+.PHONY: help up test check unit e2e lint types imports bench soak setup setup-vllm clean distclean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -54,6 +54,9 @@ imports: $(VENV)
 
 bench: $(VENV) ## every benchmark (minutes)
 	@set -e; for script in bench/*.py; do echo "==> $$script"; .venv/bin/python $$script; done
+
+soak: $(VENV) ## agents and faults, and what is left of them; SECONDS=600, more flags in ARGS
+	@.venv/bin/python bench/soak --seconds $(or $(SECONDS),600) $(ARGS)
 
 setup: $(VENV) ## make .venv
 setup-vllm: $(VLLM) ## make .venv-vllm

@@ -245,12 +245,13 @@ async def _changes(
     """Once for every change until all streams have ended. Raises Gone."""
     while True:
         changed.clear()
+        # First: what was lost has ended, too, and must not look complete.
+        if any(stream.lost for stream in streams):
+            raise Gone("fault")
         done = all(stream.done for stream in streams)
         yield
         if done:
             return
-        if any(stream.lost for stream in streams):
-            raise Gone("fault")
         await changed.wait()
         if left():
             raise Gone("gone")

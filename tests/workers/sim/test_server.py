@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import itertools
 import json
 from collections.abc import AsyncIterator
@@ -484,6 +485,36 @@ async def test_a_restart_is_another_life(worker: Running) -> None:
     usage = (await worker.ids(list(range(100, 200))))["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
     assert len(await worker.batches()) == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_a_restart_makes_no_stream_look_complete(
+    model: Path, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(model, rates=replace(FAST, step_s=0.05)) as worker:
+        got = b""
+        body = {**HELLO, "max_tokens": 400, "stream": True}
+        with contextlib.suppress(httpx.TransportError):
+            async with worker.http.stream("POST", path, json=body) as answer:
+                async for chunk in answer.aiter_bytes():
+                    if not got:
+                        await worker.faults(restart={"down_s": 0.05})
+                    got += chunk
+        assert got
+        assert b"DONE" not in got
+        assert b"message_stop" not in got
+        # Nor did the worker try to end an answer that it had not.
+        assert "request failed" not in caplog.text
+        async with asyncio.timeout(5):
+            while (await worker.report())["open"] or not await served(worker):
+                await asyncio.sleep(0.01)
+
+
+async def served(worker: Running) -> bool:
+    try:
+        return (await worker.http.get("/health")).is_success
+    except httpx.TransportError:
+        return False
 
 
 async def test_dropped_batches_are_missed_live_but_remembered(worker: Running) -> None:
