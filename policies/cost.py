@@ -73,9 +73,11 @@ def queued_seconds(c: Candidate) -> float:
         + c.queued_own_tokens * rates.own_s
         + c.queued_remote_tokens * rates.remote_s
     )
-    # A turn that takes longer than expected has not had more than all its work.
+    # A turn that takes longer than expected has not had more than all its work. What keeps it (a cache full
+    # of decoding turns, a stalled engine) is taken to last as long again.
     done = c.head_tokens * rates.prefill_s
-    return seconds - (done if done < c.head_s else c.head_s)
+    late = c.head_s - done - rates.first_s
+    return seconds + late if late > 0 else seconds - (done if done < c.head_s else c.head_s)
 
 
 def _again(turn: Turn, c: Candidate, added: int) -> float:

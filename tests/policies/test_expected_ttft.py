@@ -154,3 +154,13 @@ def test_a_rate_that_is_a_little_better_does_not_take_everything() -> None:
     ]
     chosen = {decide(turn(1000, i / 50), fleet).target for i in range(50)}
     assert chosen == {"a", "b", "c"}
+
+
+def test_a_target_whose_oldest_turn_gets_nowhere_is_expected_to_keep_others_waiting_as_long() -> None:
+    holder = candidate(
+        "holder", local_tokens=9600, pool_tokens=9600, queued_tokens=100, queued_turns=1, head_tokens=100
+    )
+    other = candidate("other", pool_tokens=9600)
+    for head_s, chosen in ((0.05, "holder"), (0.5, "holder"), (3.0, "other")):
+        waited = replace(holder, head_s=head_s)
+        assert decide(turn(10_000), [waited, other]).target == chosen
