@@ -30,6 +30,23 @@ UrlOption = Annotated[
 ]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"moongate {version('moongate')}")
+        raise typer.Exit
+
+
+@app.callback()
+def moongate(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """A gateway for AI agents in front of vLLM workers that share a Mooncake KV-cache pool."""
+
+
 def _fail(message: str, code: int = 2) -> NoReturn:
     print(f"moongate: {message}", file=sys.stderr)
     raise typer.Exit(code)
@@ -249,10 +266,13 @@ def explain(
     admin_token: TokenOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Where a running gateway would send this body, and why. Nothing is sent anywhere."""
+    """Where a running gateway would send this body, and why. Nothing is sent anywhere.
+
+    Ends with 1 if no worker can take it.
+    """
     import json
 
-    from gateway.explanation import as_text
+    from gateway.explanation import as_text, refusal
     from gateway.remote import RemoteError
 
     try:
@@ -265,6 +285,8 @@ def explain(
     except RemoteError as error:
         _fail(str(error), 1)
     print(json.dumps(view, indent=2) if json_output else as_text(view))
+    if why := refusal(view):
+        _fail(why, 1)
 
 
 @app.command()

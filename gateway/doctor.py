@@ -38,7 +38,7 @@ def examine(
     try:
         workers: list[dict[str, Any]] = gateway.get("/admin/v1/workers")["workers"]
     except RemoteError as error:
-        yield Finding("gateway", "fail", str(error), "start it with `moongate serve`, or give its --url")
+        yield Finding("gateway", "fail", error.why, error.fix)
         return
     yield Finding("gateway", "ok", f"answers at {gateway.url}")
     if not workers:

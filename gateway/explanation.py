@@ -8,7 +8,7 @@ def as_text(view: Mapping[str, Any]) -> str:
     """`view`: a decision as the admin API shows it."""
     candidates: Sequence[Mapping[str, Any]] = view["candidates"]
     terms = list(dict.fromkeys(term for candidate in candidates for term in candidate["terms"]))
-    header = ["", "target", "local", "pool", "own", "queued", "in flight", *terms, "cost", "excluded"]
+    header = ["", "target", "local", "pool", "own", "queued tokens", "in flight", *terms, "cost", "excluded"]
     rows = [
         [
             "->" if candidate["target"] == view["target"] else "",
@@ -29,16 +29,29 @@ def as_text(view: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def refusal(view: Mapping[str, Any]) -> str:
+    """Why no worker can take the turn; "" if one can."""
+    if view["target"] is not None:
+        return ""
+    excluded = {candidate["excluded"] for candidate in view["candidates"]}
+    if not excluded:
+        return "no worker is registered"
+    if excluded == {"model"}:
+        return f"no worker serves the model {view['model']!r}"
+    return str(view["reason"])
+
+
 def _headline(view: Mapping[str, Any]) -> str:
     if view["target"] is None:
-        return f"nowhere: {view['reason']} (policy {view['policy']})"
+        return f"nowhere: {refusal(view)} (policy {view['policy']})"
     return f"{view['action']} on {view['target']}: {view['reason']} (policy {view['policy']})"
 
 
 def _prompt_line(view: Mapping[str, Any]) -> str:
     model = view["model"] or "no model named"
     if view["unrenderable"]:
-        return f"{model}: prompt not known ({view['unrenderable']}), placed by load"
+        placed = ", placed by load" if view["target"] is not None else ""
+        return f"{model}: prompt not known ({view['unrenderable']}){placed}"
     tokens, cached = view["prompt_tokens"], view["predicted_cached_tokens"]
     return (
         f"{model}: {tokens} prompt tokens in {view['blocks']} full blocks of {view['block_size']}, "

@@ -4,16 +4,30 @@ from typing import Any
 
 import httpx
 
+_WHERE = "start it with `moongate serve`, or say with --url where it listens"
+_TOKEN = "give the admin token with --admin-token or MOONGATE_ADMIN__TOKEN"  # noqa: S105
+
 
 class RemoteError(Exception):
-    """The gateway could not be asked; the message says why and what to do."""
+    """The gateway could not be asked: why, and in `fix` what to do."""
+
+    def __init__(self, why: str, fix: str = "") -> None:
+        super().__init__(f"{why}; {fix}" if fix else why)
+        self.why = why
+        self.fix = fix
+
+
+def base_url(given: str) -> str:
+    """A gateway's address as people write it: the scheme may be missing, a client's `/v1` may be there."""
+    url = given.rstrip("/").removesuffix("/v1").rstrip("/")
+    return url if "://" in url else f"http://{url}"
 
 
 class RunningGateway:
     """One running gateway at `url`; `token` is its admin token. Use as a context manager."""
 
     def __init__(self, url: str, token: str, timeout_s: float = 30.0) -> None:
-        self.url = url.rstrip("/")
+        self.url = base_url(url)
         headers = {"authorization": f"Bearer {token}"} if token else {}
         try:
             self._client = httpx.Client(timeout=timeout_s, headers=headers, trust_env=False)
@@ -60,17 +74,17 @@ class RunningGateway:
         try:
             return answer.json()
         except ValueError:
-            raise RemoteError(f"what answers at {self.url} is no gateway") from None
+            raise RemoteError(f"what answers at {self.url} is no gateway", _WHERE) from None
 
     def _ask(self, method: str, path: str, accept: int = 0, **more: Any) -> httpx.Response:
         try:
             answer = self._client.request(method, self.url + path, **more)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise RemoteError(f"no gateway answers at {self.url} ({type(error).__name__})") from None
+            raise RemoteError(f"no gateway answers at {self.url} ({type(error).__name__})", _WHERE) from None
         if answer.is_success or answer.status_code == accept:
             return answer
-        hint = "; give it with --admin-token or MOONGATE_ADMIN__TOKEN" if answer.status_code == 401 else ""
-        raise RemoteError(f"{path} answered {answer.status_code}: {_message(answer)}{hint}")
+        fix = {401: _TOKEN, 404: _WHERE}.get(answer.status_code, "")
+        raise RemoteError(f"{path} answered {answer.status_code}: {_message(answer)}", fix)
 
 
 def _message(answer: httpx.Response) -> str:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -131,13 +132,19 @@ def test_print_config_shows_the_effective_settings_masked(tmp_path: Path) -> Non
     assert "SENTINEL" not in done.stdout + done.stderr
 
 
+def test_the_version() -> None:
+    done = moongate("--version")
+    assert (done.returncode, done.stdout) == (0, f"moongate {version('moongate')}\n")
+
+
 def test_explain_and_doctor_without_a_gateway_say_so(tmp_path: Path) -> None:
     body = tmp_path / "body.json"
     body.write_text("{}", "utf-8")
     explained = moongate("explain", str(body), "--url", "http://127.0.0.1:21599")
     assert (explained.returncode, explained.stdout) == (1, "")
     assert "no gateway answers at http://127.0.0.1:21599" in explained.stderr
-    examined = moongate("doctor", "--url", "http://127.0.0.1:21599")
+    assert "--url" in explained.stderr
+    examined = moongate("doctor", "--url", "127.0.0.1:21599/v1")
     assert examined.returncode == 1
     assert examined.stdout.startswith("fail  gateway: no gateway answers")
 

@@ -1,8 +1,10 @@
 """The doctor and the printed explanation, against answers of the real admin app and a small live worker."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +17,10 @@ from gateway.admin_views import DecisionView, PoolAnswer
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.decisions import DecisionLog, DecisionRecord
 from gateway.doctor import Finding, examine
-from gateway.explanation import as_text
+from gateway.explanation import as_text, refusal
 from gateway.index_view import IndexAnswer, IndexEntry, SnapshotView
 from gateway.policy_versions import PolicyVersions
-from gateway.remote import RemoteError, RunningGateway
+from gateway.remote import RemoteError, RunningGateway, base_url
 from gateway.settings import Settings
 from policies.document import Document
 from policies.ledger import Ledger
@@ -61,12 +63,13 @@ class Explained:
 
     off = 0
     unrenderable = ""
+    target: str | None = "w1"
 
     async def explain(self, path: str, body: bytes) -> DecisionRecord:
         import json
 
         messages = json.loads(body).get("messages", [0])
-        decision = Decision("w1", "recompute", "least loaded", "longest_prefix", ())
+        decision = Decision(self.target, "recompute", "least loaded", "longest_prefix", ())
         tokens = 10 * len(messages) + self.off
         return DecisionRecord("e", 0.0, path, "m", tokens, 32, decision, unrenderable=self.unrenderable)
 
@@ -229,7 +232,8 @@ async def test_a_wrong_token_is_told_apart_from_no_gateway(site: Site) -> None:
     (finding,) = await examined(site, token="wrong")  # noqa: S106
     assert finding.result == "fail"
     assert "401" in finding.detail
-    assert "--admin-token" in finding.detail
+    assert "--admin-token" in finding.fix
+    assert "serve" not in finding.fix
     with (
         RunningGateway("http://127.0.0.1:21598", "") as gateway,
         pytest.raises(RemoteError, match="no gateway"),
@@ -270,13 +274,46 @@ def test_the_explanation_is_a_table() -> None:
         "pull on w2: holder busy (policy longest_prefix)",
         "m: 600 prompt tokens in 18 full blocks of 32, 512 of them cached there, 88 to compute",
         "",
-        "    target  local  pool  own  queued  in flight  queued  pull  compute   cost  excluded",
-        "    w1        512     0    0    9000          3    9000     0       88   9088",
-        "->  w2          0   512  256       0          1       0  51.2       88  139.2",
-        "    w3          0     0    0       0          0       0     0      600    600  down",
+        "    target  local  pool  own  queued tokens  in flight  queued  pull  compute   cost  excluded",
+        "    w1        512     0    0           9000          3    9000     0       88   9088",
+        "->  w2          0   512  256              0          1       0  51.2       88  139.2",
+        "    w3          0     0    0              0          0       0     0      600    600  down",
     ]
 
 
 def test_an_explanation_without_prompt_or_target_says_so() -> None:
     assert "prompt not known (no_template), placed by load" in as_text(view(unrenderable="no_template"))
-    assert as_text(view(target=None, reason="no worker is up")).startswith("nowhere: no worker is up")
+    nowhere = as_text(view(target=None, reason="no worker is up", unrenderable="no_worker"))
+    assert nowhere.startswith("nowhere: no worker is up")
+    assert "placed" not in nowhere
+
+
+def test_why_a_turn_goes_nowhere() -> None:
+    other = view()["candidates"][2] | {"excluded": "model"}
+    assert refusal(view()) == ""
+    assert refusal(view(target=None, candidates=[])) == "no worker is registered"
+    assert refusal(view(target=None, candidates=[other])) == "no worker serves the model 'm'"
+    assert refusal(view(target=None, reason="all are down")) == "all are down"
+
+
+async def test_explain_ends_with_1_when_a_body_goes_nowhere(site: Site, tmp_path: Path) -> None:
+    body = tmp_path / "body.json"
+    body.write_text('{"messages": []}', "utf-8")
+    async with serving(site.app()) as url:
+        words = ("-m", "gateway.cli", "explain", str(body), "--url", f"{url}/v1", "--admin-token", "right")
+        for target, code, error in (("w1", 0, b""), (None, 1, b"moongate: no worker is registered\n")):
+            site.explained.target = target
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            )
+            shown, told = await process.communicate()
+            assert (process.returncode, told) == (code, error)
+            assert b"policy longest_prefix" in shown
+
+
+@pytest.mark.parametrize(
+    "given", ["gate:8000", "http://gate:8000", "http://gate:8000/", "gate:8000/v1", "http://gate:8000/v1/"]
+)
+def test_a_url_may_be_written_as_clients_have_it(given: str) -> None:
+    assert base_url(given) == "http://gate:8000"
+    assert base_url("https://gate/prefix/v1") == "https://gate/prefix"
