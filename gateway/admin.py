@@ -1,5 +1,6 @@
 """The admin API under /admin/v1: the fleet, what was decided and why, and what the gateway knows."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
@@ -24,6 +25,7 @@ from gateway.admin_views import (
 )
 from gateway.decisions import DecisionLog, DecisionRecord
 from gateway.index_view import IndexAnswer
+from gateway.own_url import leads_here
 from gateway.policy_versions import PolicyVersions
 from gateway.settings import Settings
 from workers.fleet import BadWorker, DuplicateWorker, UnknownWorker
@@ -146,7 +148,11 @@ def _workers(parts: AdminParts) -> APIRouter:
         return WorkersAnswer(workers=[view(worker) for worker in fleet.workers()])
 
     @router.post("/workers", status_code=201, summary="Add a worker")
-    async def add_worker(new: NewWorker, response: Response) -> WorkerView:
+    async def add_worker(new: NewWorker, request: Request, response: Response) -> WorkerView:
+        server, here = parts.settings.server, request.scope["server"] or ("", 0)
+        ours = {server.port, parts.settings.admin.port, here[1]}
+        if await asyncio.to_thread(leads_here, new.url, server.host, ours):
+            raise errors.InvalidRequest("that URL is the gateway's own", param="url")
         try:
             worker = fleet.add(new.url, new.name, new.segment)
         except BadWorker as error:
@@ -181,7 +187,7 @@ def _known(act: Callable[[], Worker]) -> Worker:
     try:
         return act()
     except UnknownWorker:
-        raise errors.NotFound("no worker has that name", param="name", code="worker_not_found") from None
+        raise errors.WorkerNotFound("no worker has that name", param="name") from None
 
 
 def _decisions(parts: AdminParts) -> APIRouter:

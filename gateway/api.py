@@ -27,6 +27,13 @@ Api = Literal["chat", "completions", "messages", "responses", "other"]
 S = TypeVar("S", bound=msgspec.Struct)
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _STORED = "/v1/responses/"
+# Where a worker would answer other methods with an error of its framework, in no API's shape. OPTIONS passes:
+# browsers ask with it.
+POST_ONLY = frozenset(
+    "/v1/chat/completions /v1/completions /v1/messages /v1/messages/count_tokens /v1/responses "
+    "/v1/embeddings /v1/rerank /v1/score /v1/audio/transcriptions /v1/audio/translations "
+    "/tokenize /detokenize /classify /score /rerank /v2/rerank /v2/embed /pooling".split()
+)
 _RESPONSE_ENDS = (b"response.completed", b"response.incomplete", b"response.failed", b"error")
 
 

@@ -6,6 +6,7 @@
     Forbidden          403     permission_error       forbidden
     NotFound           404     not_found_error        not_found
     ModelNotFound      404     invalid_request_error  model_not_found
+    WorkerNotFound     404     not_found_error        worker_not_found
     MethodNotAllowed   405     invalid_request_error  method_not_allowed
     RequestTimeout     408     timeout_error          request_timeout
     Conflict           409     conflict_error         conflict
@@ -100,6 +101,10 @@ class ModelNotFound(ApiError):
     """No worker serves that model."""
 
 
+class WorkerNotFound(ApiError):
+    """No worker has that name."""
+
+
 class MethodNotAllowed(ApiError):
     """The route exists, not for this method."""
 
@@ -150,6 +155,7 @@ TABLE: Mapping[type[ApiError], Kind] = {
     Forbidden: Kind(403, "permission_error", "forbidden", "permission_error"),
     NotFound: Kind(404, "not_found_error", "not_found", "not_found_error"),
     ModelNotFound: Kind(404, "invalid_request_error", "model_not_found", "not_found_error"),
+    WorkerNotFound: Kind(404, "not_found_error", "worker_not_found", "not_found_error"),
     MethodNotAllowed: Kind(405, "invalid_request_error", "method_not_allowed", "invalid_request_error"),
     RequestTimeout: Kind(408, "timeout_error", "request_timeout", "timeout_error"),
     Conflict: Kind(409, "conflict_error", "conflict", "invalid_request_error"),

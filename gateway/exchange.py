@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from gateway.errors import PayloadTooLarge
+from gateway.errors import PayloadTooLarge, RequestTimeout
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -57,15 +57,22 @@ class Exchange:
         path = self.raw_path.split(b"?", 1)[0]
         return (path + b"?" + self.query if self.query else path).decode("latin-1")
 
-    async def read_body(self, limit: int) -> bytes:
-        """The whole body. Raises PayloadTooLarge beyond `limit` bytes (0: no limit), ClientGone."""
+    async def read_body(self, limit: int, pause_s: float = 0.0) -> bytes:
+        """The whole body. Raises PayloadTooLarge beyond `limit` bytes (0: no limit), ClientGone.
+
+        RequestTimeout where nothing of it comes for `pause_s` seconds (0: no limit).
+        """
         declared = self.header(b"content-length")
         if limit and declared and declared.isdigit() and int(declared) > limit:
             raise PayloadTooLarge(f"the body is larger than {limit} bytes")
         chunks: list[bytes] = []
         size = 0
         while True:
-            message = await self._receive()
+            try:
+                async with asyncio.timeout(pause_s or None):
+                    message = await self._receive()
+            except TimeoutError:
+                raise RequestTimeout("the rest of the body did not come") from None
             if message["type"] == "http.disconnect":
                 raise ClientGone
             chunk = message.get("body", b"")

@@ -9,9 +9,16 @@ _HOP_BY_HOP = frozenset(
 )
 # Credentials are the gateway's own on either side; placement is the gateway's decision alone.
 _NOT_FOR_WORKERS = _HOP_BY_HOP | frozenset(
-    b"host content-length expect authorization x-api-key x-request-id x-data-parallel-rank x-worker-id "
-    b"x-prefiller-host-port".split()
+    b"host content-length expect authorization x-api-key x-request-id".split()
 )
+# By which routers, proxies and engines are told a worker, a rank or a peer to take the KV cache from.
+_PLACEMENT = frozenset(
+    b"x-data-parallel-rank x-data-parallel-host-port x-data-parallel-host x-dp-rank x-worker-id "
+    b"x-worker-instance-id x-prefill-instance-id x-decode-instance-id x-prefiller-host-port "
+    b"x-decoder-host-port x-gateway-destination-endpoint x-smg-target-worker x-smg-routing-key "
+    b"target-pod".split()
+)
+_OWN_PREFIX = b"x-moongate-"
 _NOT_FOR_CLIENTS = _HOP_BY_HOP | frozenset((b"x-request-id", b"server", b"date"))
 
 
@@ -27,8 +34,8 @@ def _connection_named(headers: Headers) -> frozenset[bytes]:
 
 def for_worker(headers: Headers, *, api_key: str, request_id: str, rank: int | None) -> Headers:
     """The client's header lines as a worker may see them, with the gateway's own added."""
-    dropped = _NOT_FOR_WORKERS | _connection_named(headers)
-    lines = [(name, value) for name, value in headers if name not in dropped]
+    dropped = _NOT_FOR_WORKERS | _PLACEMENT | _connection_named(headers)
+    lines = [(n, value) for n, value in headers if n not in dropped and not n.startswith(_OWN_PREFIX)]
     lines.append((b"x-request-id", request_id.encode()))
     if api_key:
         lines.append((b"authorization", b"Bearer " + api_key.encode()))
@@ -40,4 +47,5 @@ def for_worker(headers: Headers, *, api_key: str, request_id: str, rank: int | N
 def for_client(headers: Headers, own: Headers) -> Headers:
     """The worker's header lines as the client may see them, with the gateway's own added."""
     dropped = _NOT_FOR_CLIENTS | _connection_named(headers)
-    return [(name, value) for name, value in headers if name not in dropped] + own
+    lines = [(n, value) for n, value in headers if n not in dropped and not n.startswith(_OWN_PREFIX)]
+    return lines + own

@@ -220,6 +220,9 @@ class Timeouts(Section, frozen=True):
     between_chunks_s: Annotated[
         Seconds, Meta(description="Seconds between two chunks of an answer; 0: no limit.")
     ] = 300.0
+    body_s: Annotated[
+        Seconds, Meta(description="Seconds between two pieces of a request's body; 0: no limit.")
+    ] = 60.0
     stall_s: Annotated[
         Seconds,
         Meta(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from gateway import errors, stored
 from gateway.aliases import Aliases
-from gateway.api import ParsedTurn, is_event_stream, parse
+from gateway.api import POST_ONLY, ParsedTurn, is_event_stream, parse
 from gateway.bodies import Bodies
 from gateway.breaks import PrefixBreaks
 from gateway.decisions import DecisionLog, DecisionRecord, Outcome, OutcomeKind
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _FAILED = frozenset((500, 502, 504))
 # The worker has all it can take, which is no fault: another one may have room.
 _BUSY = frozenset((429, 503))
+_POST = {"allow": "POST"}
 # Recorded for a client that left before its answer was complete; nobody is sent it.
 _CLIENT_CLOSED = 499
 
@@ -116,7 +117,9 @@ class TurnApp:
         exchange = Exchange(scope, receive, send)
         turn = TurnState(exchange, self._debug_headers or scope.get("state", {}).get("caller") == "admin")
         try:
-            body = await exchange.read_body(self._limits.max_body_bytes)
+            if exchange.path in POST_ONLY and exchange.method not in ("POST", "OPTIONS"):
+                raise errors.MethodNotAllowed(f"{exchange.method} is not allowed here", headers=_POST)
+            body = await exchange.read_body(self._limits.max_body_bytes, self._timeouts.body_s)
             content_type = exchange.header(b"content-type") or b""
             looks = self._router.looks_at_prompts
             parsed = parse(exchange.method, exchange.path, body, content_type, self._bodies, prompts=looks)
