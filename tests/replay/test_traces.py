@@ -122,3 +122,20 @@ def test_pieces_are_the_list_of_their_numbers() -> None:
     assert [pieces[at] for at in range(-7, 7)] == [*listed, *listed]
     with pytest.raises(IndexError):
         pieces[7]
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "turns"),
+    [
+        ("codex_like_sessions", "codex_like", 20_867),
+        ("claude_code_excerpt", "claude_code", 465),
+        ("mooncake_conversation_excerpt", "mooncake", 600),
+    ],
+)
+def test_the_traces_that_come_with_the_project_are_read(file: str, name: str, turns: int) -> None:
+    path = Path(__file__).parents[2] / "bench" / "traces" / f"{file}.jsonl.gz"
+    trace = load(str(path), name, 64)
+    assert sum(len(session.turns) for session in trace.sessions) == turns
+    for session in trace.sessions:
+        for asked in session.turns:
+            assert len(asked.chain) >= (asked.prompt_tokens + asked.output_tokens - 1) // 64
