@@ -25,8 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from store.events import decode
 from store.hashing import Chain, Digests
 from store.index import BlockIndex
-from store.knowledge import Knowledge
-from store.snapshot import load, save
+from store.knowledge import Knowledge, Shown
+from store.sequence import Mark
+from store.snapshot import TargetState, load, save
+from store.streams import StreamMark
 
 EVENT = 128
 TOKENS = 16
@@ -157,10 +159,11 @@ def measure_snapshot(blocks: int) -> dict[str, Any]:
     capture_s = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "index"
-        save(path, captured, {})
+        state = TargetState(StreamMark(Mark(1, 2), complete=True), Shown(TOKENS, None))
+        save(path, captured, BlockIndex().capture(), {f"worker-{n}": state for n in range(64)})
         size = path.stat().st_size
         start = time.perf_counter()
-        restored = BlockIndex.restore(load(path)[0])
+        restored = load(path).index
         load_s = time.perf_counter() - start
     assert restored.sizes() == index.sizes()
     return {"capture_ms": round(capture_s * 1e3, 1), "load_s": round(load_s, 2), "mib": size >> 20}

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from gateway import errors
 from gateway.admin_policy import policy_routes
 from gateway.admin_views import (
-    AuditAnswer,
     ConfigAnswer,
     DecisionsAnswer,
     DecisionView,
@@ -23,6 +22,8 @@ from gateway.admin_views import (
     WorkersAnswer,
     WorkerView,
 )
+from gateway.audit import Audit
+from gateway.audit_view import AuditAnswer
 from gateway.decisions import DecisionLog, DecisionRecord
 from gateway.index_view import IndexAnswer
 from gateway.own_url import leads_here
@@ -62,6 +63,7 @@ class AdminParts:
     loads: Loads
     explainer: Explainer
     decisions: DecisionLog
+    audit: Audit
     index: Callable[[], IndexAnswer]
     pool: Callable[[], PoolAnswer]
     policy: PolicyVersions
@@ -224,7 +226,7 @@ def _decisions(parts: AdminParts) -> APIRouter:
 
     @router.get("/audit", summary="Predicted against reported cached tokens")
     async def get_audit() -> AuditAnswer:
-        return AuditAnswer.of(parts.decisions.audit)
+        return AuditAnswer.of(parts.audit)
 
     _ = explain, get_decisions, get_decision, get_audit
     return router

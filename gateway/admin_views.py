@@ -1,13 +1,12 @@
 """What the admin API answers with: documented models, and how they are read off the gateway's own values."""
 
 import time
-from dataclasses import asdict
 from typing import Any, Protocol
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.decisions import Audit, DecisionRecord, Outcome
+from gateway.decisions import DecisionRecord, Outcome
 from gateway.divergence import Divergence
 from policies.ledger import Load
 from policies.rates import InUnits
@@ -267,35 +266,6 @@ class PoolAnswer(Answer):
     master: str
     degraded: bool = Field(description="The pool can't be asked; turns go without it meanwhile.")
     details: dict[str, Any] = Field(description="The pool view's own state.")
-
-
-class MismatchView(Answer):
-    request_id: str
-    target: str
-    predicted: int
-    actual: int
-
-
-class AuditAnswer(Answer):
-    turns: int = Field(description="Turns whose worker reported cached tokens.")
-    exact: int = Field(description="Those where the prediction was exactly right.")
-    exact_ratio: float | None
-    predicted_tokens: int
-    actual_tokens: int
-    error_tokens: int = Field(description="Sum of the absolute differences.")
-    mismatches: list[MismatchView] = Field(description="The last 50.")
-
-    @classmethod
-    def of(cls, audit: Audit) -> "AuditAnswer":
-        return cls(
-            turns=audit.turns,
-            exact=audit.exact,
-            exact_ratio=audit.exact / audit.turns if audit.turns else None,
-            predicted_tokens=audit.predicted_tokens,
-            actual_tokens=audit.actual_tokens,
-            error_tokens=audit.error_tokens,
-            mismatches=[MismatchView(**asdict(mismatch)) for mismatch in audit.mismatches],
-        )
 
 
 class ConfigAnswer(Answer):

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from importlib import import_module
@@ -10,6 +11,7 @@ from pathlib import Path
 from gateway.admin import AdminParts, build_admin
 from gateway.admin_views import PoolAnswer
 from gateway.aliases import Aliases
+from gateway.audit import Audit
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.bodies import Bodies
 from gateway.breaks import PrefixBreaks
@@ -20,6 +22,7 @@ from gateway.exchange import Message, Receive, Scope, Send
 from gateway.explain import Explainer
 from gateway.health import Readiness, readiness
 from gateway.index_view import IndexAnswer, SnapshotView, index_entries
+from gateway.learning import Learning
 from gateway.links import CountedKnowledge, Links
 from gateway.metrics import Metrics, Snapshot, WorkerSample
 from gateway.policy_versions import PolicyVersions
@@ -31,23 +34,23 @@ from gateway.settings import Settings
 from gateway.snapshots import Snapshots
 from gateway.stored import StoredResponses
 from gateway.transport import AiohttpTransport
+from gateway.trust import Trusts
 from gateway.turns import TurnApp
 from policies.document import Document
 from policies.ledger import Ledger
 from policies.rates import InUnits
 from store.knowledge import Knowledge
 from store.pool import PoolView
-from store.streams import EventStreams
+from store.streams import EventStreams, StreamStatus
 from workers.breaker import BreakerOptions
 from workers.fleet import Fleet
 from workers.probe import Probe
+from workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 # Of a tokenizer's cache, for bodies of conversations seen before.
 _BODIES_SHARE = 4
-# As the metric index_trust shows it: exact knowledge, some, none.
-_TRUST = {"exact": 1.0, "catching-up": 0.5, "degraded": 0.0}
 _BREAKER = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 _TURN_PREFIXES = ("/v1/", "/inference/", "/pooling")
 _TURN_PATHS = frozenset("/tokenize /detokenize /classify /score /rerank /v2/rerank /v2/embed".split())
@@ -84,6 +87,10 @@ class Gateway:
         self.metrics = Metrics(self._snapshot, serves=self.fleet.serves, knows_worker=self.fleet.knows)
         self.knowledge = Knowledge(on_pool_stored=self.pool.announced if self.pool else None)
         self.streams = EventStreams(CountedKnowledge(self.knowledge, self.metrics))
+        self.audit = Audit()
+        self.trusts = Trusts(
+            self.streams, self.knowledge, self.audit, doubtful_share=settings.index.doubtful_share
+        )
         self.prompts = ModelPrompts(
             self.fleet,
             settings.models,
@@ -107,7 +114,9 @@ class Gateway:
             settings.index.snapshot_path, settings.index.snapshot_interval_s, self.knowledge, self.streams
         )
         self.ledger = Ledger(InUnits(**settings.routing.rates.masked()).rates())
-        links = Links(self.streams, self.knowledge, self.prompts, self.snapshots, self.ledger, self.pool)
+        links = Links(
+            self.streams, self.knowledge, self.prompts, self.snapshots, self.ledger, self.pool, self.audit
+        )
         self.fleet.listen(links.follow)
         self.transport = AiohttpTransport(
             connect_s=timeouts.connect_s, between_chunks_s=timeouts.between_chunks_s
@@ -119,6 +128,7 @@ class Gateway:
             fleet=self.fleet,
             prompts=self.prompts,
             knowledge=self.knowledge,
+            trusts=self.trusts,
             pool=self.pool,
             ledger=self.ledger,
         )
@@ -152,6 +162,9 @@ class Gateway:
             aliases=aliases,
             responses=self.responses,
             bodies=Bodies(settings.prompt.cache_bytes // _BODIES_SHARE),
+            learning=Learning(
+                self.audit, self.knowledge, self.streams, self.metrics, has_pool=self.pool is not None
+            ),
         )
         self.fleet.listen(self._turns.patience.follow)
         self._admin = build_admin(
@@ -161,6 +174,7 @@ class Gateway:
                 loads=self.ledger,
                 explainer=Explainer(router, self.breaks, aliases, self.responses),
                 decisions=self.decisions,
+                audit=self.audit,
                 index=self._index_report,
                 pool=self._pool_report,
                 policy=self.policy,
@@ -224,7 +238,6 @@ class Gateway:
 
     def _snapshot(self) -> Snapshot:
         streams = self.streams.status()
-        states = {name: status.state for name, status in streams.items()}
         file = self.snapshots.status()
         return Snapshot(
             workers=[
@@ -232,8 +245,9 @@ class Gateway:
                     worker.name,
                     worker.state == "up",
                     sum(self.fleet.leases.load(t.name).inflight for t in worker.targets),
-                    min(_TRUST.get(states.get(t.name, ""), 0.0) for t in worker.targets),
+                    min(self.trusts.of(t.name).believed for t in worker.targets),
                     _BREAKER[self.fleet.breaker_state(worker)],
+                    max(ages) if (ages := self._proof_ages(worker, streams)) else None,
                 )
                 for worker in self.fleet.workers()
             ],
@@ -249,9 +263,16 @@ class Gateway:
         names = [target.name for target in self.fleet.targets()]
         mismatches = self.knowledge.hash_mismatch
         return IndexAnswer(
-            targets=index_entries(names, self.streams.status(), self._index_sizes(), mismatches),
+            targets=index_entries(
+                names, self.streams.status(), self._index_sizes(), mismatches, self.trusts.of
+            ),
             snapshot=SnapshotView(**asdict(self.snapshots.status())),
         )
+
+    @staticmethod
+    def _proof_ages(worker: Worker, streams: Mapping[str, StreamStatus]) -> list[float]:
+        statuses = [streams[target.name] for target in worker.targets if target.name in streams]
+        return [status.last_proof_age_s for status in statuses if status.last_proof_age_s is not None]
 
     def _index_sizes(self) -> dict[tuple[str, str], int]:
         return {(target, tier): count for (target, tier), count in self.knowledge.index.sizes().items()}
@@ -269,6 +290,8 @@ class Gateway:
     def _readiness(self) -> Readiness:
         doubts = [
             *(f"hashes of {target}: {why}" for target, why in self.knowledge.hash_mismatch.items()),
+            *(f"index of {target}: {why}" for target, why in self.knowledge.doubts.items()),
+            *(f"index of {target}: {why}" for target, why in self.audit.all_demoted().items()),
             *self.prompts.disagreements(),
             *map(str, self.prompts.parity.differences()),
         ]

@@ -1,6 +1,6 @@
-"""The last decisions and how they turned out: a bounded ring, and the running audit of predictions."""
+"""The last decisions and how they turned out: a bounded ring."""
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -56,34 +56,11 @@ class DecisionRecord:
         return chosen.cached_tokens if chosen else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A turn whose worker reported another number of cached tokens than was predicted."""
-
-    request_id: str
-    target: str
-    predicted: int
-    actual: int
-
-
-@dataclass(slots=True)
-class Audit:
-    """Predicted against reported cached tokens, over all turns that reported any since the start."""
-
-    turns: int = 0
-    exact: int = 0
-    predicted_tokens: int = 0
-    actual_tokens: int = 0
-    error_tokens: int = 0
-    mismatches: deque[Mismatch] = field(default_factory=lambda: deque(maxlen=50))
-
-
 class DecisionLog:
     """The newest `capacity` decisions by request id; a repeated id replaces the older record."""
 
     def __init__(self, capacity: int = 1000) -> None:
         assert capacity > 0
-        self.audit = Audit()
         self._capacity = capacity
         self._records: OrderedDict[str, DecisionRecord] = OrderedDict()
 
@@ -97,22 +74,9 @@ class DecisionLog:
             self._records.popitem(last=False)
 
     def finish(self, record: DecisionRecord, outcome: Outcome) -> None:
-        """Fill in how `record` ended and audit it, still in the ring or not. Once per record."""
+        """Fill in how `record` ended, still in the ring or not. Once per record."""
         assert record.outcome is None
         record.outcome = outcome
-        actual = outcome.cached_tokens
-        if actual is None or record.unrenderable:
-            return
-        predicted, audit = record.predicted_cached_tokens, self.audit
-        audit.turns += 1
-        audit.predicted_tokens += predicted
-        audit.actual_tokens += actual
-        audit.error_tokens += abs(predicted - actual)
-        if predicted == actual:
-            audit.exact += 1
-        else:
-            target = record.decision.target or ""
-            audit.mismatches.append(Mismatch(record.request_id, target, predicted, actual))
 
     def get(self, request_id: str) -> DecisionRecord | None:
         return self._records.get(request_id)

@@ -167,6 +167,11 @@ def _block_sizes(workers: list[dict[str, Any]]) -> Iterator[Finding]:
             yield Finding(check, "ok", f"{next(iter(by_worker.values()))} tokens")
 
 
+_INDEX_FIX = (
+    "compare with series and mismatches of /admin/v1/audit; it counts in full once answers agree again"
+)
+
+
 def _index(targets: list[dict[str, Any]], workers: list[dict[str, Any]]) -> Iterator[Finding]:
     up = {target["name"] for worker in workers if worker["state"] == "up" for target in worker["targets"]}
     for target in targets:
@@ -181,7 +186,10 @@ def _index(targets: list[dict[str, Any]], workers: list[dict[str, Any]]) -> Iter
             yield Finding(events, "fail", "none are published", fix)
         else:
             detail = f"{target['stream']}, {target['gaps']} gaps, {target['garbage']} undecodable"
+            detail += f"; {target['why']}" if target["why"] else ""
             yield Finding(events, "fail", detail, "is the publisher's port reachable from the gateway?")
+        if target["stream"] == "exact" and target["why"]:
+            yield Finding(f"index of {name}", "fail", target["why"], _INDEX_FIX)
         if target["hash_mismatch"]:
             fix = "set hash_algo and hash_seed of the model to what the worker uses"
             yield Finding(hashes, "fail", target["hash_mismatch"], fix)

@@ -1,11 +1,12 @@
 """What the admin API says of the index: each target's blocks and how far they are to be trusted."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from pydantic import Field
 
 from gateway.admin_views import Answer
+from gateway.trust import Trust
 
 
 class IndexEntry(Answer):
@@ -17,6 +18,13 @@ class IndexEntry(Answer):
     gaps: int
     garbage: int = Field(description="Messages that could not be decoded.")
     last_event_age_s: float | None = Field(description="Seconds since the last batch.")
+    last_proof_age_s: float | None = Field(
+        description="Seconds since it was certain that no event was missing: a replay, or an answer that "
+        "found what was predicted. null if it never was."
+    )
+    trust: str = Field(description="exact, catching-up, degraded, or none: no KV events from there.")
+    why: str = Field(description="Why it is degraded: events missing for good, or answers that contradict.")
+    believed: float = Field(description="The share that is believed of what is not proven, 0 to 1.")
     hash_mismatch: str = Field(description="How this target's block hashes differ from what was expected.")
 
 
@@ -50,6 +58,8 @@ class StreamState(Protocol):
     def garbage(self) -> int: ...
     @property
     def last_event_age_s(self) -> float | None: ...
+    @property
+    def last_proof_age_s(self) -> float | None: ...
 
 
 def index_entries(
@@ -57,6 +67,7 @@ def index_entries(
     streams: Mapping[str, StreamState],
     sizes: Mapping[tuple[str, str], int],
     mismatches: Mapping[str, str],
+    trust: Callable[[str], Trust],
 ) -> list[IndexEntry]:
     """One entry for each registered target, and for any other that the index still holds blocks of."""
     names = [*targets, *sorted({target for target, _ in sizes} - set(targets))]
@@ -70,8 +81,12 @@ def index_entries(
             gaps=stream.gaps if stream else 0,
             garbage=stream.garbage if stream else 0,
             last_event_age_s=stream.last_event_age_s if stream else None,
+            last_proof_age_s=stream.last_proof_age_s if stream else None,
+            trust=judged.state,
+            why=judged.why,
+            believed=judged.believed,
             hash_mismatch=mismatches.get(name, ""),
         )
         for name in names
-        for stream in [streams.get(name)]
+        for stream, judged in [(streams.get(name), trust(name))]
     ]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
+from gateway.audit import Audit
 from gateway.metrics import Metrics
 from gateway.prompts import ModelPrompts
 from gateway.snapshots import Snapshots
@@ -30,6 +31,9 @@ class CountedKnowledge:
     def reset(self, target: str, why: str) -> None:
         self.knowledge.reset(target, why)
 
+    def doubt(self, target: str, why: str) -> None:
+        self.knowledge.doubt(target, why)
+
 
 _KINDS = {BlockStored: "stored", BlockRemoved: "removed", AllBlocksCleared: "cleared"}
 
@@ -48,6 +52,7 @@ class Links:
     snapshots: Snapshots
     ledger: Ledger
     pool: PoolView | None
+    audit: Audit
 
     def follow(self, event: FleetEvent, worker: Worker) -> None:
         if event == "up":
@@ -58,6 +63,8 @@ class Links:
             self._lost(worker)
         elif event == "removed":
             self._forget_rates(worker)
+            for target in worker.targets:
+                self.audit.forget(target.name)
         if self.pool is not None and worker.segment:
             if event == "lost":
                 self.pool.lost(worker.segment)
@@ -74,15 +81,12 @@ class Links:
             self.streams.subscribe(
                 EventSource(target, source.endpoint, source.replay_endpoint, source.topic),
                 self.snapshots.claim(target),
-                partial(self._proven, target),
+                partial(self.knowledge.admit, target),
             )
-
-    def _proven(self, target: str) -> None:
-        """What a snapshot said of `target` is still so."""
-        self.knowledge.index.admit(target)
 
     def _restarted(self, worker: Worker) -> None:
         for target in worker.targets:
+            self.audit.acquit(target.name)
             self.streams.restarted(target.name)
         self._forget_rates(worker)
 
@@ -93,5 +97,6 @@ class Links:
     def _lost(self, worker: Worker) -> None:
         self.prompts.parity.forget(worker.name)
         for target in worker.targets:
+            self.audit.acquit(target.name)
             self.streams.unsubscribe(target.name)
             self.knowledge.drop(target.name)

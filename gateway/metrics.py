@@ -29,7 +29,8 @@ _ERROR_TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 class WorkerSample:
     """One registered worker now.
 
-    trust: 1 its index is exact, 0 it isn't believed, between: catching up. breaker: 1 open, 0.5 half-open.
+    trust: how much is believed of what is known of its cache, 0 to 1. breaker: 1 open, 0.5 half-open.
+    proof_age_s: since it was certain that nothing of its cache is missing, None if it never was.
     """
 
     name: str
@@ -37,6 +38,7 @@ class WorkerSample:
     inflight: int
     trust: float
     breaker: float = 0.0
+    proof_age_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,11 @@ class Metrics:
         self._prediction_error = histogram(
             "prediction_error_tokens", "Predicted against reported cached tokens, absolute.", _ERROR_TOKENS
         )
+        self._mispredicted = counter(
+            "mispredicted_tokens",
+            "Cached tokens predicted and not found (over), or the reverse (under).",
+            *("worker", "model", "tier", "kind"),
+        )
         self._kv_events = counter("kv_events", "KV events applied.", "worker", "kind")
         self._kv_event_gaps = counter("kv_event_gaps", "Gaps seen in the workers' event streams.")
         self._pool_lookup = histogram("pool_lookup_seconds", "Look-ups of a prefix in the pool.", _SECONDS)
@@ -125,7 +132,7 @@ class Metrics:
             "prefix_reports_dropped", "Departing prompts not looked into: too many at once."
         )
         self._overloads = counter("overloaded", "Turns turned away for want of room.")
-        self._by_worker = (self._kv_events, self._upstream_errors)
+        self._by_worker = (self._kv_events, self._upstream_errors, self._mispredicted)
         # Made once: they are on every turn's way, and show as 0 from the start.
         self._sources = {s: self._prompt_tokens.labels(s) for s in ("local", "pool", "computed")}
         self.registry.register(self._state)
@@ -150,10 +157,19 @@ class Metrics:
             self._sources[source].inc(max(0, tokens))
 
     @_harmless
-    def cached_tokens(self, *, predicted: int, actual: int) -> None:
-        """What the worker reported. Reports are not trusted to make sense."""
+    def cached_tokens(
+        self, target: str, model: str, tier: str, *, predicted: int, actual: int, fair: bool
+    ) -> None:
+        """What the worker reported. Reports are not trusted to make sense.
+
+        fair: all was known that the prediction needs.
+        """
         self._cached.inc(max(0, actual))
         self._prediction_error.observe(abs(predicted - actual))
+        if fair and predicted != actual:
+            kind = "over" if predicted > actual else "under"
+            labels = self._worker(target), self._model(model), self._word("tier", tier), kind
+            self._mispredicted.labels(*labels).inc(abs(predicted - actual))
 
     @_harmless
     def overloaded(self) -> None:
@@ -261,7 +277,12 @@ class _StateCollector(Collector):
         inflight = GaugeMetricFamily("moongate_worker_inflight", "Turns under way there.", labels=["worker"])
         trust = GaugeMetricFamily(
             "moongate_index_trust",
-            "1: the index of the worker's cache is exact; 0: unknown.",
+            "1: the index of the worker's cache is exact; less: so much of it is believed; 0: unknown.",
+            labels=["worker"],
+        )
+        proof = GaugeMetricFamily(
+            "moongate_index_proof_age_seconds",
+            "Since it was certain that no event of the worker is missing.",
             labels=["worker"],
         )
         breaker = GaugeMetricFamily(
@@ -274,6 +295,8 @@ class _StateCollector(Collector):
             up.add_metric([worker.name], float(worker.up))
             inflight.add_metric([worker.name], worker.inflight)
             trust.add_metric([worker.name], worker.trust)
+            if worker.proof_age_s is not None:
+                proof.add_metric([worker.name], worker.proof_age_s)
         blocks = GaugeMetricFamily("moongate_index_blocks", "Blocks in the index.", labels=["worker", "tier"])
         for (target, tier), count in snapshot.index_blocks.items():
             blocks.add_metric([target, tier], count)
@@ -290,4 +313,4 @@ class _StateCollector(Collector):
             "moongate_index_snapshot_failures", "Snapshots of the index that could not be written."
         )
         failures.add_metric([], snapshot.index_file_failures)
-        yield from (up, inflight, breaker, trust, blocks, degraded, removed, age, failures)
+        yield from (up, inflight, breaker, trust, proof, blocks, degraded, removed, age, failures)

@@ -14,12 +14,13 @@ from gateway.eligibility import Room, eased, why_nobody, why_not, within
 from gateway.errors import NoWorker, Overloaded
 from gateway.prompts import ModelPrompts, Understood
 from gateway.sessions import hint
+from gateway.trust import Trusts
 from policies.document import Document
 from policies.ledger import Ledger
 from policies.plan import NO_FACTS, Facts, Plan
 from policies.types import Candidate, Decision, Turn
 from store.hashing import usable_tokens
-from store.knowledge import Knowledge
+from store.knowledge import Held, Knowledge
 from store.placements import Placements
 from store.pool import PoolPrefix, PoolView
 from workers.fleet import Fleet
@@ -50,7 +51,7 @@ class Sight:
 
     only: the one worker that can answer this turn, "" if any can.
     reads_cache: whether the engine looks for cached blocks at all for this request.
-    local_blocks: leading blocks held per target. pool: leading blocks readable from the pool.
+    held: leading blocks per target. pool: leading blocks readable from the pool.
     session: what its client calls its session, "" if nothing. streams: whether tokens come one by one.
     guess: tokens that a prompt which is not known is taken to have. facts: what rules of the policy go by.
     draw: this turn's number for ties. seconds: how long it took to find all this out; pool_seconds: of these
@@ -60,7 +61,7 @@ class Sight:
     model: str
     reads_cache: bool
     understood: Understood
-    local_blocks: dict[str, int]
+    held: Held
     pool: PoolPrefix
     draw: float
     seconds: float
@@ -130,6 +131,7 @@ class Router:
         fleet: Fleet,
         prompts: ModelPrompts,
         knowledge: Knowledge,
+        trusts: Trusts,
         pool: PoolView | None,
         ledger: Ledger,
         room: Room = _ENDLESS,
@@ -141,6 +143,7 @@ class Router:
         self._fleet = fleet
         self._prompts = prompts
         self._knowledge = knowledge
+        self._trusts = trusts
         self._pool = pool
         self._ledger = ledger
         self._number = 0
@@ -169,20 +172,22 @@ class Router:
         started = time.perf_counter()
         understood = await self._prompts.understand(parsed, path, body)
         pool, pool_seconds = await self._in_pool(understood)
-        local: dict[str, int] = {}
+        held = Held({}, {})
         if understood.prompt is not None and understood.scheme is not None:
             chain = understood.prompt.chain
             await self._hear_out(chain.keys)
             limit = (understood.prompt.size - 1) // understood.scheme.block_size
-            local = self._knowledge.index.match(chain.keys, limit=limit)
-            local |= self._computed.extend(chain.keys, local, time.monotonic())
+            held = self._knowledge.match(chain.keys, limit=limit)
+            now = time.monotonic()
+            for known in (held.blocks, held.certain):
+                known |= self._computed.extend(chain.keys, known, now)
         seconds = time.perf_counter() - started
         draw = self._draws.random()
         return Sight(
             parsed.model,
             parsed.reads_cache,
             understood,
-            local,
+            held,
             pool,
             draw,
             seconds,
@@ -316,7 +321,7 @@ class Router:
         local = pool = own = coming = 0
         size, block_size = sight.prompt_tokens, sight.block_size
         if sight.reads_cache and size and block_size:
-            held = sight.local_blocks.get(target.name, 0)
+            held = self._trusts.credit(target.name, sight.held)
             local = usable_tokens(held, block_size, size)
             pool = usable_tokens(sight.pool.blocks, block_size, size)
             if pool > local and worker.segment:

@@ -184,6 +184,10 @@ class Index(Section, frozen=True):
         ),
     ] = ".moongate/index.snapshot"
     snapshot_interval_s: Annotated[float, Meta(gt=0, description="Seconds between two snapshots.")] = 10.0
+    doubtful_share: Annotated[
+        float,
+        Meta(ge=0, le=1, description="How much of a worker's blocks counts while they are not proven."),
+    ] = 0.5
 
 
 class Mooncake(Section, frozen=True):

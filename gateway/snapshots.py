@@ -59,7 +59,7 @@ class Snapshots:
 
     async def _restore(self, path: Path) -> None:
         try:
-            index, states = await asyncio.to_thread(load, path)
+            restored = await asyncio.to_thread(load, path)
         except FileNotFoundError:
             return
         except (OSError, BadSnapshot) as error:
@@ -68,10 +68,11 @@ class Snapshots:
         except Exception:
             logger.exception("the snapshot %s is not used", path)
             return
-        self._knowledge.restore(index, {name: state.shown for name, state in states.items()})
-        self._unclaimed = states
+        states = self._unclaimed = restored.targets
+        shown = {name: state.shown for name, state in states.items()}
+        self._knowledge.restore(restored.index, restored.certain, shown)
         self._restored_at = time.monotonic()
-        blocks = sum(index.sizes().values())
+        blocks = sum(restored.index.sizes().values())
         logger.info("%d blocks of %d targets restored, to be proven", blocks, len(states))
 
     async def close(self) -> None:
@@ -117,9 +118,10 @@ class Snapshots:
         if states == self._written:
             self._written_at = time.monotonic()
             return
-        captured, at = self._knowledge.index.capture(), time.monotonic()
+        index, certain = self._knowledge.index.capture(), self._knowledge.certain.capture()
+        at = time.monotonic()
         try:
-            self._bytes = await asyncio.to_thread(save, self._path, captured, states)
+            self._bytes = await asyncio.to_thread(save, self._path, index, certain, states)
         except OSError as error:
             self._failures += 1
             logger.warning("the snapshot %s could not be written: %s", self._path, error)

@@ -17,6 +17,7 @@ from gateway.decisions import DecisionLog, DecisionRecord, Outcome, OutcomeKind
 from gateway.divergence import PrefixReport
 from gateway.exchange import ClientGone, Exchange, Headers, Receive, Scope, Send
 from gateway.headers import for_client, for_worker
+from gateway.learning import Learning
 from gateway.metrics import Metrics
 from gateway.parity import Parity
 from gateway.patience import Patience
@@ -95,6 +96,7 @@ class TurnApp:
         aliases: Aliases,
         responses: StoredResponses,
         bodies: Bodies,
+        learning: Learning,
     ) -> None:
         self._router = router
         self._transport = transport
@@ -112,6 +114,7 @@ class TurnApp:
         self._aliases = aliases
         self._stored = responses
         self._bodies = bodies
+        self._learning = learning
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -411,8 +414,9 @@ class TurnApp:
         cached = usage.cached_tokens if usage else None
         total = time.perf_counter() - turn.started
         self._decisions.finish(turn.record, Outcome(turn.outcome, turn.status, cached, ttft, total))
-        if cached is not None and not turn.record.unrenderable:
-            self._metrics.cached_tokens(predicted=turn.record.predicted_cached_tokens, actual=cached)
+        target = turn.record.decision.target
+        if cached is not None and turn.sight is not None and target is not None:
+            self._learning.answered(turn.record.request_id, turn.sight, target, cached)
 
 
 def _as_api_error(error: UpstreamError) -> errors.ApiError:

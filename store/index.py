@@ -181,6 +181,10 @@ class BlockIndex:
                 matched[target] = blocks
         return matched
 
+    def is_hybrid(self, target: str) -> bool:
+        """Whether several KV groups, or one of a sliding window, decide what `target` hits."""
+        return (target, "gpu") in self._hybrids
+
     def sizes(self) -> dict[tuple[str, Tier], int]:
         """Distinct blocks by (target, tier), orphans included; several groups add up."""
         sizes: dict[tuple[str, Tier], int] = {}

@@ -22,14 +22,30 @@ _COMMON_SEEDS: Final = ("0", "1", "42", "123", "1234")
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a target's events have shown of it. scheme: None as long as nobody has asked."""
+    """What a target's events have shown of it. scheme: None as long as nobody has asked.
+
+    doubt: why it is in doubt, "" if it is not.
+    """
 
     block_size: int
     scheme: HashScheme | None
+    doubt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Leading blocks of a chain by target. certain: those of `blocks` that are proven; never more."""
+
+    blocks: dict[str, int]
+    certain: dict[str, int]
 
 
 class Knowledge:
-    """The event sink. Not thread-safe: belongs to the event loop."""
+    """The event sink. Not thread-safe: belongs to the event loop.
+
+    A target is in doubt once events of it are missing for good: blocks known by then stay in `index`, where
+    they may be ghosts, and `certain` holds what was proven since.
+    """
 
     def __init__(
         self,
@@ -42,6 +58,8 @@ class Knowledge:
         `index`: one with a memory cap, or restored from a snapshot.
         """
         self.index = index if index is not None else BlockIndex()
+        self.certain = BlockIndex()
+        self.doubts: dict[str, str] = {}
         self.hash_mismatch: dict[str, str] = {}
         self.block_sizes: dict[str, int] = {}
         self._on_pool_stored = on_pool_stored
@@ -52,16 +70,53 @@ class Knowledge:
         self._probed: dict[str, list[Sequence[int]]] = {}
         self._shown_before: dict[str, Shown] = {}
 
-    def restore(self, index: BlockIndex, shown: Mapping[str, Shown]) -> None:
+    def match(self, keys: Sequence[int], *, limit: int | None = None) -> Held:
+        """What targets hold of the chain `keys` in their GPU caches; see `BlockIndex.match`."""
+        blocks = self.index.match(keys, limit=limit)
+        if not self.doubts:
+            return Held(blocks, blocks)
+        certain = blocks.copy()
+        proven = self.certain.match(keys, limit=limit)
+        for target in self.doubts:
+            certain[target] = proven.get(target, 0)
+            # A block that was given up there, for one, may be known here still.
+            blocks[target] = max(blocks.get(target, 0), certain[target])
+        return Held(blocks, certain)
+
+    def doubt(self, target: str, why: str) -> None:
+        """Events of `target` are missing for good."""
+        self.certain.drop(target)
+        self.doubts[target] = why
+
+    def answered(self, target: str, keys: Sequence[int], held: int, promised: int) -> None:
+        """An answer showed that of the chain `keys` the first `held` blocks were there, of `promised`.
+
+        Only asked of targets in doubt: others need no such proof. Hybrid models don't say which group missed.
+        """
+        if target not in self.doubts or self.index.is_hybrid(target):
+            return
+        self.certain.stored(target, keys[:held], None, report=True)
+        self.index.stored(target, keys[:held], None, report=True)
+        self.index.removed(target, keys[held:promised])
+
+    def restore(self, index: BlockIndex, certain: BlockIndex, shown: Mapping[str, Shown]) -> None:
         """Go on from a snapshot; before any target is followed."""
-        self.index = index
+        self.index, self.certain = index, certain
+        self.doubts = {target: known.doubt for target, known in shown.items() if known.doubt}
         self._shown_before = dict(shown)
+
+    def admit(self, target: str) -> None:
+        """What was restored of `target` was proven to be still so."""
+        self.index.admit(target)
+        self.certain.admit(target)
 
     def shown(self, target: str) -> Shown:
         """What the next life of the gateway should know of `target` beside its blocks."""
-        return self._shown_before.get(target) or Shown(
-            self.block_sizes.get(target, 0), self._schemes.get(target)
-        )
+        doubt = self.doubts.get(target, "")
+        before = self._shown_before.get(target)
+        if before is not None:
+            return Shown(before.block_size, before.scheme, doubt)
+        return Shown(self.block_sizes.get(target, 0), self._schemes.get(target), doubt)
 
     def expect(self, target: str, scheme: HashScheme, *, fixed: bool = True) -> None:
         """How `target` should hash. Checked on its next root block; differences go to `hash_mismatch`.
@@ -93,7 +148,7 @@ class Knowledge:
 
     def drop(self, target: str) -> None:
         """`target` is gone: forget its blocks and what was noted about it."""
-        self.index.drop(target)
+        self._forget_blocks(target)
         for noted in (
             self.hash_mismatch,
             self.block_sizes,
@@ -123,17 +178,33 @@ class Knowledge:
 
     def reset(self, target: str, why: str) -> None:
         """Forget the blocks of `target`; a new life of it may hash differently."""
-        self.index.drop(target)
+        self._forget_blocks(target)
         self._unchecked[target] = 0
+
+    def _forget_blocks(self, target: str) -> None:
+        self.index.drop(target)
+        self.certain.drop(target)
+        self.doubts.pop(target, None)
 
     def batch(self, target: str, batch: EventBatch) -> None:
         for event in batch.events:
             if isinstance(event, BlockStored):
                 self._stored(target, event)
             elif isinstance(event, BlockRemoved):
-                self.index.removed(target, event.keys, tier=event.tier, group=event.group)
+                for index in self._indexes(target):
+                    index.removed(target, event.keys, tier=event.tier, group=event.group)
             else:
-                self.index.cleared(target)
+                self._cleared(target)
+
+    def _indexes(self, target: str) -> tuple[BlockIndex, ...]:
+        return (self.index, self.certain) if target in self.doubts else (self.index,)
+
+    def _cleared(self, target: str) -> None:
+        """Nothing is left in its GPU cache, ghosts included."""
+        for index in self._indexes(target):
+            index.cleared(target)
+        if all(holder != target for holder, _ in self.index.sizes()):
+            self._forget_blocks(target)
 
     def _stored(self, target: str, event: BlockStored) -> None:
         if event.pool:
@@ -152,15 +223,16 @@ class Knowledge:
             event.group,
             blocks_needed(event.spec_kind, event.window, event.block_size),
         )
-        self.index.describe(target, group, need, tier=tier)
-        if event.spec_kind in UNPROVEN:
-            return
-        if need is None and event.sparse:
-            for key in event.keys:  # which of them follow each other is not said
-                self.index.stored(target, [key], None, tier=tier, group=group)
-        else:
-            report = event.parent is None and self._is_report(target, event.keys)
-            self.index.stored(target, event.keys, event.parent, tier=tier, group=group, report=report)
+        report = event.parent is None and self._is_report(target, event.keys)
+        for index in self._indexes(target):
+            index.describe(target, group, need, tier=tier)
+            if event.spec_kind in UNPROVEN:
+                continue
+            if need is None and event.sparse:
+                for key in event.keys:  # which of them follow each other is not said
+                    index.stored(target, [key], None, tier=tier, group=group)
+            else:
+                index.stored(target, event.keys, event.parent, tier=tier, group=group, report=report)
 
     def _is_report(self, target: str, keys: Sequence[int]) -> bool:
         return any(

@@ -7,7 +7,7 @@ the same content the publisher is the same, if it does not, everything known of 
     applied 0..7, then 10 arrives    ask from 7    7 8 9 come back, 7 is ours      8, 9, 10 are applied
     applied 0..7, reconnected        ask from 7    7 comes back, but not ours       reset, ask from 0
     applied 0..7, reconnected        ask from 7    nothing comes back              reset, ask from 0
-    applied 0..7, then 9000 arrives  ask from 7    8500 is the first to come back  reset, 8500.. are applied
+    applied 0..7, then 9000 arrives  ask from 7    8500 is the first to come back  doubt, 8500.. are applied
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ import xxhash
 
 StreamState: TypeAlias = Literal["exact", "catching-up", "degraded"]
 """exact: every batch of the publisher's life was applied. degraded: some never will be; what they stored is
-unknown, what they removed was forgotten by a reset. catching-up: not connected, or not yet one of the two."""
+unknown, what they may have removed is in doubt. catching-up: not connected, or not yet one of the two."""
 
 # Live batches kept while a replay runs: twice a publisher's replay buffer (vLLM 0.32 `buffer_steps`).
 MAX_HELD: Final = 20_000
@@ -38,9 +38,14 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Forget everything known of the publisher."""
+    """Forget everything known of the publisher, or with `same`: doubt it.
+
+    same: it is the same publisher still, but batches of it are missing for good. What was known may have been
+    removed in them.
+    """
 
     why: str
+    same: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,7 @@ class Sequencer:
         self._fruitless = 0
         self._progress = 0  # batches delivered since the last Ask
         self._rebuildable = False
+        self._doubtful = False  # something is known, in doubt, and no mark says of which publisher
 
     @property
     def state(self) -> StreamState:
@@ -122,6 +128,8 @@ class Sequencer:
         self._let_go()
         self._fruitless = 0
         self._same_life = self.mark is None
+        if self.mark is None and self._doubtful:
+            yield self._forget("reconnected, and nothing proves that the publisher is the same")
         if self._can_replay:
             yield self._ask(_Replay.CATCH_UP)
         elif self.mark is not None:
@@ -248,7 +256,8 @@ class Sequencer:
                 yield self._deliver(seq, payload)
         else:
             lost = seq - self._asked.seq - 1
-            yield self._forget(f"{lost} batches after {self._asked.seq} cannot be replayed any more")
+            why = f"{lost} batches after {self._asked.seq} cannot be replayed any more"
+            yield self._forget(why, same=self._same_life)
             self._next = seq
             self.missed += lost
             yield self._deliver(seq, payload)
@@ -280,18 +289,18 @@ class Sequencer:
         return Ask(self._asked.seq if self._asked else 0, self._fruitless)
 
     def _give_up(self, why: str) -> Iterator[Action]:
-        """Go on without what is missing; what is known may contain what the missing batches removed."""
+        """Go on without what is missing, which may have removed what is known."""
         self._fruitless = 0
         self.complete = self.mark is None and 0 in self._held
         known = self._next or 0
         if self.mark is not None:
-            yield self._forget(why)
+            yield self._forget(why, same=self._same_life)
         while self._held:
             first = min(self._held)
             if first > known:
                 self.missed += first - known
                 if self.mark is not None:
-                    yield self._forget(why)
+                    yield self._forget(why, same=self._same_life)
                 self.complete = False
             self._next = first
             yield from self._drain()
@@ -299,7 +308,7 @@ class Sequencer:
         if self._dropped:
             self._dropped = False
             if self.mark is not None:
-                yield self._forget(why)
+                yield self._forget(why, same=self._same_life)
         self._same_life = True
         if self.mark is None:
             self._next = None
@@ -314,12 +323,13 @@ class Sequencer:
             if seq == self._next:
                 yield self._deliver(seq, payload)
 
-    def _forget(self, why: str) -> Reset:
+    def _forget(self, why: str, *, same: bool = False) -> Reset:
         self.mark = None
+        self._doubtful = same
         self._next = 0 if self._can_replay else None
         self.complete = False
         self._same_life = True
-        return Reset(why)
+        return Reset(why, same)
 
     def _start_at(self, seq: int) -> None:
         """`seq` is the first batch of this life that can be had."""
@@ -329,6 +339,7 @@ class Sequencer:
 
     def _deliver(self, seq: int, payload: bytes) -> Deliver:
         self.mark = Mark.of(seq, payload)
+        self._doubtful = False
         self._next = seq + 1
         self._progress += 1
         return Deliver(seq, payload)

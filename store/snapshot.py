@@ -45,11 +45,21 @@ class _Target(msgspec.Struct, frozen=True, array_like=True):
 
 class _File(msgspec.Struct, frozen=True, array_like=True):
     index: IndexSnapshot
+    certain: IndexSnapshot
     targets: list[_Target]
 
 
-def save(path: Path, index: IndexSnapshot, targets: dict[str, TargetState]) -> int:
-    """Write both, captured at the same instant, in place of `path`, at once or not at all. Returns bytes.
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """Indexes that credit nothing of what they hold (see `BlockIndex.admit`), and their targets' states."""
+
+    index: BlockIndex
+    certain: BlockIndex
+    targets: dict[str, TargetState]
+
+
+def save(path: Path, index: IndexSnapshot, certain: IndexSnapshot, targets: dict[str, TargetState]) -> int:
+    """Write what was captured at one instant in place of `path`, at once or not at all. Returns bytes.
 
     Blocks: use a thread. Raises OSError.
     """
@@ -57,7 +67,7 @@ def save(path: Path, index: IndexSnapshot, targets: dict[str, TargetState]) -> i
         _Target(name, state.mark.mark.seq, state.mark.mark.fingerprint, state.mark.complete, state.shown)
         for name, state in targets.items()
     ]
-    data = msgspec.msgpack.encode(_File(index, states))
+    data = msgspec.msgpack.encode(_File(index, certain, states))
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -73,11 +83,11 @@ def save(path: Path, index: IndexSnapshot, targets: dict[str, TargetState]) -> i
     return len(data)
 
 
-def load(path: Path, *, max_bytes: int | None = None) -> tuple[BlockIndex, dict[str, TargetState]]:
-    """An index that credits nothing of what it holds (see `BlockIndex.admit`), and its targets' states.
+def load(path: Path, *, max_bytes: int | None = None) -> Restored:
+    """What the file holds of targets without a state is left out: nothing could ever prove it.
 
-    What the file holds of targets without a state is left out: nothing could ever prove it. Blocks: about
-    half a second a million blocks. Raises OSError (there is none, or it can't be read), BadSnapshot.
+    `max_bytes`: the cap of the index. Blocks: about half a second a million blocks. Raises OSError (there is
+    no file, or it can't be read), BadSnapshot.
     """
     content = path.read_bytes()
     head = len(_MAGIC) + _SUM_BYTES
@@ -96,4 +106,4 @@ def load(path: Path, *, max_bytes: int | None = None) -> tuple[BlockIndex, dict[
     index = BlockIndex.restore(file.index, max_bytes=max_bytes)
     for target in {target for target, *_ in file.index.holders} - targets.keys():
         index.drop(target)
-    return index, targets
+    return Restored(index, BlockIndex.restore(file.certain), targets)

@@ -41,6 +41,10 @@ class EventSink(Protocol):
         """Forget all of `target`: what follows starts from nothing."""
         ...
 
+    def doubt(self, target: str, why: str) -> None:
+        """Events of `target` are missing for good: some of what is known of it may not be so any more."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StreamStatus:
@@ -169,7 +173,7 @@ class EventStreams:
             return
         for action in (*stream.pending, *stream.sequencer.restarted()):
             if isinstance(action, Reset):
-                self._reset(stream, action.why)
+                self._reset(stream, action)
         stream.pending = iter(())
         stream.connection += 1
         stream.request = 0
@@ -180,6 +184,11 @@ class EventStreams:
         stream = self._streams.get(target)
         if stream is not None:
             stream.proven = time.monotonic()
+
+    def state(self, target: str) -> StreamState | None:
+        """None: it is not followed."""
+        stream = self._streams.get(target)
+        return stream.sequencer.state if stream is not None else None
 
     def status(self) -> dict[str, StreamStatus]:
         now = time.monotonic()
@@ -227,7 +236,7 @@ class EventStreams:
         elif isinstance(action, Deliver):
             self._deliver(stream, action)
         elif isinstance(action, Reset):
-            self._reset(stream, action.why)
+            self._reset(stream, action)
         else:
             self._ask(stream, action)
         return True
@@ -293,13 +302,20 @@ class EventStreams:
     def _unreadable(self, stream: _Stream, why: str) -> None:
         stream.garbage += 1
         stream.sequencer.unreadable()
-        self._reset(stream, why)
+        self._reset(stream, Reset(why, same=True))
 
-    def _reset(self, stream: _Stream, why: str) -> None:
+    def _reset(self, stream: _Stream, reset: Reset) -> None:
+        target = stream.source.target
         stream.resets += 1
-        stream.on_same = None
-        logger.info("forgetting the blocks of %s: %s", stream.source.target, why)
-        self._sink.reset(stream.source.target, why)
+        on_same, stream.on_same = stream.on_same, None
+        if reset.same:
+            if on_same is not None:
+                on_same()
+            logger.warning("the blocks of %s are in doubt: %s", target, reset.why)
+            self._sink.doubt(target, reset.why)
+        else:
+            logger.info("forgetting the blocks of %s: %s", target, reset.why)
+            self._sink.reset(target, reset.why)
 
     # ------------------------------------------------------------------ replays and proofs
 

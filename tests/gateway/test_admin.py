@@ -8,12 +8,14 @@ import pytest
 
 from gateway.admin import AdminParts, build_admin, guess_api
 from gateway.admin_views import PoolAnswer
+from gateway.audit import Audit
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.decisions import DecisionLog, DecisionRecord, Outcome
 from gateway.errors import InvalidRequest
 from gateway.index_view import IndexAnswer, SnapshotView, index_entries
 from gateway.policy_versions import PolicyVersions
 from gateway.settings import Settings, load
+from gateway.trust import Trust
 from policies.document import Document
 from policies.ledger import Ledger
 from policies.types import Candidate, Decision, Turn
@@ -55,6 +57,7 @@ class Stream:
     gaps: int = 0
     garbage: int = 0
     last_event_age_s: float | None = 0.5
+    last_proof_age_s: float | None = 0.7
 
 
 class Gateway:
@@ -71,12 +74,14 @@ class Gateway:
             loads=self.ledger,
             explainer=self.explained,
             decisions=self.decisions,
+            audit=Audit(),
             index=lambda: IndexAnswer(
                 targets=index_entries(
                     [target.name for target in self.fleet.targets()],
                     {"w1": Stream()},
                     {("w1", "gpu"): 12, ("w1", "cpu"): 3, ("gone", "gpu"): 1},
                     {"w1": "another seed"},
+                    lambda _: Trust("exact", 1.0),
                 ),
                 snapshot=SnapshotView(path="", age_s=None, bytes=0, failures=0, unclaimed=0),
             ),

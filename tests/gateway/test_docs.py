@@ -20,7 +20,7 @@ DOCS = {file.name: file.read_text("utf-8") for file in [PROJECT / "README.md", *
 def test_the_admin_routes() -> None:
     nothing: Any = None
     fleet = Fleet()
-    app = build_admin(AdminParts(Settings(), fleet, Ledger(), nothing, nothing, nothing, nothing, nothing))
+    app = build_admin(AdminParts(Settings(), fleet, Ledger(), *[nothing] * 6))
     routes = {
         f"`{method.upper()} {path}`" for path, item in app.openapi()["paths"].items() for method in item
     }
@@ -36,6 +36,7 @@ def test_the_metrics_and_their_labels() -> None:
     metrics.kv_events("w", "stored")
     metrics.upstream_error("w", "reset")
     metrics.unrenderable("m", "r")
+    metrics.cached_tokens("w", "m", "local", predicted=1, actual=0, fair=True)
     page = metrics.exposition()[0].decode()
     exposed = set(re.findall(r"^# TYPE (moongate_\w+) (?:counter|gauge|histogram)$", page, re.MULTILINE))
     exposed = {name for name in exposed if not name.endswith("_created")}

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.admin import AdminParts, build_admin
 from gateway.admin_views import DecisionView, PoolAnswer
+from gateway.audit import Audit
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.decisions import DecisionLog, DecisionRecord
 from gateway.doctor import Finding, examine
@@ -94,6 +95,10 @@ class Site:
             gaps=0,
             garbage=0,
             last_event_age_s=1.0,
+            last_proof_age_s=1.0,
+            trust="exact",
+            why="",
+            believed=1.0,
             hash_mismatch="",
         )
 
@@ -109,6 +114,7 @@ class Site:
             loads=Ledger(),
             explainer=self.explained,
             decisions=DecisionLog(),
+            audit=Audit(),
             index=lambda: IndexAnswer(
                 targets=self.index,
                 snapshot=SnapshotView(path="", age_s=None, bytes=0, failures=0, unclaimed=0),
@@ -178,6 +184,10 @@ def break_stream(site: Site) -> None:
     site.index[0] = site.entry("w1").model_copy(update={"stream": "degraded"})
 
 
+def demote(site: Site) -> None:
+    site.index[1] = site.entry("w2").model_copy(update={"trust": "degraded", "why": "of 2048 tokens"})
+
+
 def stop_events(site: Site) -> None:
     site.index[0] = site.entry("w1").model_copy(update={"stream": "none"})
 
@@ -204,6 +214,7 @@ def remove_workers(site: Site) -> None:
         (break_block_size, "block size of m", "w3 16"),
         (hide_block_size, "block size of m", "not reported by w3"),
         (break_stream, "KV events of w1", "degraded"),
+        (demote, "index of w2", "of 2048 tokens"),
         (stop_events, "KV events of w1", "none are published"),
         (break_hashes, "hashes of w2", "sha256 fits"),
         (break_pool, "pool", "can't be asked"),

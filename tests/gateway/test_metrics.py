@@ -52,7 +52,7 @@ def test_names_and_labels_are_those_of_the_design(metrics: Metrics) -> None:
     metrics.request("chat", "m", "ok")
     metrics.decision("longest_prefix", "local", "longest local prefix", 0.002)
     metrics.prompt_tokens(local=10, pool=20, computed=30)
-    metrics.cached_tokens(predicted=30, actual=28)
+    metrics.cached_tokens("w1", "m", "local", predicted=30, actual=28, fair=True)
     metrics.kv_events("w1", "stored", 4)
     metrics.pool_lookup(0.001)
     metrics.ttft(0.5)
@@ -108,8 +108,8 @@ def test_labels_never_come_from_clients(metrics: Metrics) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda m: m.cached_tokens(predicted=0, actual=-5),
-        lambda m: m.cached_tokens(predicted=0, actual=None),
+        lambda m: m.cached_tokens("w", "m", "none", predicted=0, actual=-5, fair=True),
+        lambda m: m.cached_tokens("w", "m", "none", predicted=0, actual=None, fair=True),
         lambda m: m.prompt_tokens(local=-1, pool=-2, computed=None),
         lambda m: m.kv_events("w1", "stored", -3),
         lambda m: m.ttft("soon"),

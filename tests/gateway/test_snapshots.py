@@ -24,7 +24,7 @@ def written(path: Path) -> None:
     index = BlockIndex()
     index.stored("a", [1, 2, 3], None)
     index.stored("b", [1, 2], None)
-    save(path, index.capture(), STATES)
+    save(path, index.capture(), BlockIndex().capture(), STATES)
 
 
 class Life:
@@ -52,7 +52,8 @@ async def test_what_nobody_claimed_yet_is_in_the_next_snapshot_too(tmp_path: Pat
     assert life.knowledge.scheme("a") == HashScheme("sha256", 32, "7")
     path.unlink()
     await life.snapshots.close()
-    index, states = load(path)
+    restored = load(path)
+    index, states = restored.index, restored.targets
     assert states == STATES
     assert index.sizes() == {("a", "gpu"): 3, ("b", "gpu"): 2}
     assert index.match([1, 2, 3]) == {}
@@ -66,7 +67,8 @@ async def test_targets_that_are_gone_are_not_in_the_next_snapshot(tmp_path: Path
     life.follow("a")
     life.streams.unsubscribe("a")
     await life.snapshots.close()
-    index, states = load(path)
+    restored = load(path)
+    index, states = restored.index, restored.targets
     assert states.keys() == {"b"}
     assert index.sizes() == {("b", "gpu"): 2}
 
@@ -79,7 +81,7 @@ async def test_a_file_that_is_no_snapshot_is_replaced(tmp_path: Path, content: b
     await life.snapshots.start()
     assert life.snapshots.status().age_s is None
     await life.snapshots.close()
-    assert load(path)[1] == {}
+    assert load(path).targets == {}
     assert life.snapshots.status().failures == 0
 
 

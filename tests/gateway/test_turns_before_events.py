@@ -1,19 +1,17 @@
 """A client may ask its next turn before the worker's KV events of the last one are here."""
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
 
+from announcing import announce_from
 from peer import Connection, Peer, Received
 from store.hashing import HashScheme
 from store.prompt.local import LocalPrompts
 from store.prompt.request import ChatPrompt
-from tests.store.kv_publisher import Publisher, free_port, publishing, stored
-from workers.launch.tiny_model import make_tiny_model
+from tests.store.kv_publisher import Publisher, publishing, stored
 
-METRICS = 'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
 QUESTION = {"role": "user", "content": "Which worker holds this prefix? " * 40}
 
 
@@ -23,23 +21,6 @@ async def say_ok(_: Received, connection: Connection) -> None:
 
 async def refuse(_: Received, connection: Connection) -> None:
     await connection.answer(400, b'{"error":{}}', "content-type: application/json")
-
-
-def announce_from(peer: Peer, directory: Path) -> tuple[int, int, str]:
-    """Make `peer` a worker of a tiny model that publishes KV events: their ports, and the model."""
-    model = str(make_tiny_model(directory))
-    peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [{"id": "m", "root": model}]}).encode()
-    peer.pages["/metrics"] = METRICS.encode()
-    live, replay = free_port(), free_port()
-    source = {
-        "publisher": "zmq",
-        "enable_kv_cache_events": True,
-        "endpoint": f"tcp://127.0.0.1:{live}",
-        "replay_endpoint": f"tcp://127.0.0.1:{replay}",
-        "topic": "",
-    }
-    peer.pages["/kv_event_sources"] = json.dumps({"0": source}).encode()
-    return live, replay, model
 
 
 @pytest.mark.parametrize("announces", [True, False])

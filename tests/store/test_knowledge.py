@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from store.events import BlockRemoved, BlockStored, EventBatch
+from store.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from store.hashing import HashScheme, chain
-from store.knowledge import Knowledge
+from store.knowledge import Held, Knowledge
 
 SIZE = 32
 TOKENS = list(range(1000, 1000 + 3 * SIZE))
@@ -133,7 +133,7 @@ def test_b054_a_seed_learned_before_a_restart_is_known_after_it() -> None:
         before.batch(target, batch(announced_by(real)))
     shown = {target: before.shown(target) for target in ("w", "set", "other", "new")}
     after = Knowledge()
-    after.restore(before.index, shown)
+    after.restore(before.index, before.certain, shown)
     assert after.shown("w") == shown["w"]
     after.expect("w", assumed, fixed=False)
     after.expect("set", assumed, fixed=True)
@@ -148,6 +148,39 @@ def test_b054_a_seed_learned_before_a_restart_is_known_after_it() -> None:
     assert after.block_sizes == {"w": SIZE, "set": SIZE, "other": SIZE}
     after.batch("w", batch(announced_by(assumed)))  # another life of the worker has another seed
     assert after.scheme("w") == assumed
+
+
+def test_b010_what_missing_events_may_have_removed_is_told_from_what_is_proven() -> None:
+    knowledge = Knowledge()
+    knowledge.batch("w", batch(stored([1, 2, 3, 4])))
+    knowledge.batch("v", batch(stored([1, 2])))
+    knowledge.doubt("w", "2 batches are missing")
+    assert knowledge.match([1, 2, 3, 4, 5]) == Held({"w": 4, "v": 2}, {"w": 0, "v": 2})
+    knowledge.batch("w", batch(stored([5], parent=4), BlockRemoved([4], "gpu", 0), stored([4], parent=3)))
+    assert knowledge.match([1, 2, 3, 4, 5]) == Held({"w": 5, "v": 2}, {"w": 0, "v": 2})
+    knowledge.answered("w", [1, 2, 3, 4, 5], held=3, promised=5)
+    assert knowledge.match([1, 2, 3, 4, 5]).certain == {"w": 5, "v": 2}
+    knowledge.batch("w", batch(BlockRemoved([2], "gpu", 0)))
+    assert knowledge.match([1, 2, 3]) == Held({"w": 1, "v": 2}, {"w": 1, "v": 2})
+    knowledge.batch("w", batch(AllBlocksCleared()))
+    assert knowledge.doubts == {}
+    knowledge.batch("w", batch(stored([1])))
+    assert knowledge.match([1, 2]) == Held({"w": 1, "v": 2}, {"w": 1, "v": 2})
+
+
+def test_b010_an_answer_ends_ghosts_and_proves_what_it_used() -> None:
+    knowledge = Knowledge()
+    knowledge.batch("w", batch(stored([1, 2, 3, 4])))
+    knowledge.doubt("w", "a batch is missing")
+    knowledge.answered("w", [1, 2, 3, 4], held=2, promised=4)
+    assert knowledge.match([1, 2, 3, 4]) == Held({"w": 2}, {"w": 2})
+    with knowledge.probe("w", [1, 2]):
+        knowledge.batch("w", batch(stored([1, 2])))
+    knowledge.batch("w", batch(BlockRemoved([2], "gpu", 0)))
+    assert knowledge.match([1, 2]) == Held({"w": 1}, {"w": 1})
+    knowledge.reset("w", "restarted")
+    assert knowledge.match([1, 2]) == Held({}, {})
+    assert knowledge.doubts == {}
 
 
 def test_b011_a_prefix_reported_again_on_request_is_no_second_copy() -> None:

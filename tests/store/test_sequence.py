@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from store.sequence import Action, Ask, Deliver, Mark, Reset, Sequencer
+from store.sequence import MAX_FRUITLESS, Action, Ask, Deliver, Mark, Reset, Sequencer
 
 
 def payload(life: int, seq: int) -> bytes:
@@ -235,6 +235,27 @@ def test_b009_what_a_new_connection_brings_is_not_spliced_on_before_it_is_proven
     wire.check()
     assert wire.known == [payload(1, 1)]
     assert wire.sequencer.state == "degraded"
+
+
+def test_b009_what_is_in_doubt_does_not_outlive_a_connection_that_could_be_anothers() -> None:
+    sequencer = Sequencer(can_replay=True)
+    list(sequencer.connected())
+    list(sequencer.replay_ended())
+    list(sequencer.live(0, payload(0, 0)))
+    list(sequencer.live(5, payload(0, 5)))
+    list(sequencer.lost())  # and batch 5 as well
+    sequencer._let_go()
+    for _ in range(MAX_FRUITLESS):
+        actions = list(sequencer.replay_failed())
+    assert [action for action in actions if isinstance(action, Reset)] == [
+        Reset("no replay to be had", same=True)
+    ]
+    assert sequencer.mark is None
+    sequencer.disconnected()
+    (reset, ask) = sequencer.connected()
+    assert isinstance(reset, Reset)
+    assert not reset.same
+    assert ask == Ask(0, 0)
 
 
 def test_b010_a_hole_among_batches_kept_back_is_a_gap_of_its_own() -> None:

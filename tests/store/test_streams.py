@@ -44,12 +44,22 @@ class Watched:
         self.log.append(("reset", why))
         self.changed.set()
 
+    def doubt(self, target: str, why: str) -> None:
+        self.knowledge.doubt(target, why)
+        self.log.append(("doubt", why))
+        self.changed.set()
+
     @property
     def resets(self) -> list[str]:
-        return [what for kind, what in self.log if kind == "reset"]
+        """Whatever ended the belief in what was known."""
+        return [what for kind, what in self.log if kind != "batch"]
 
     def match(self, *keys: int) -> int:
-        return self.knowledge.index.match(keys).get("w", 0)
+        return self.knowledge.match(keys).certain.get("w", 0)
+
+    def doubted(self, *keys: int) -> int:
+        held = self.knowledge.match(keys)
+        return held.blocks.get("w", 0) - held.certain.get("w", 0)
 
 
 @dataclass
@@ -439,6 +449,25 @@ async def test_what_overflows_the_inbox_is_replayed(rig: Rig) -> None:
     rig.streams._streams["w"].inbox._limits = (10_000, 1 << 20)
     await rig.until(lambda: rig.sink.match(*range(1, 501)) == 500)
     assert rig.status.gaps > 0
+
+
+async def test_b010_a_gap_for_good_leaves_doubt_that_a_restart_ends(rig: Rig) -> None:
+    publisher = rig.publisher(buffer=1)
+    rig.follow()
+    await rig.following()
+    publisher.publish(stored([1, 2]))
+    await rig.until(lambda: rig.sink.match(1, 2) == 2)
+    publisher.publish(removed([2]), lost=True)
+    publisher.publish(stored([7]), lost=True)
+    publisher.publish(stored([3], parent=2))
+    await rig.until(lambda: rig.status.state == "degraded" and rig.sink.doubted(1, 2, 3) == 3)
+    assert rig.sink.match(1, 2, 3) == 0
+    rig.kill(publisher)
+    new = rig.publisher(start=1000.0)
+    new.publish(stored([1]))
+    await rig.until(lambda: rig.sink.match(1, 2) == 1)
+    assert rig.sink.doubted(1, 2, 3) == 0
+    assert rig.status.state == "exact"
 
 
 async def test_closing_leaves_no_thread(rig: Rig) -> None:

@@ -1,0 +1,27 @@
+"""Workers made of raw sockets that announce what they cache."""
+
+import json
+from pathlib import Path
+
+from peer import Peer
+from tests.store.kv_publisher import free_port
+from workers.launch.tiny_model import make_tiny_model
+
+METRICS = 'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
+
+
+def announce_from(peer: Peer, directory: Path) -> tuple[int, int, str]:
+    """Make `peer` a worker of a tiny model that publishes KV events: their ports, and the model."""
+    model = str(make_tiny_model(directory))
+    peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [{"id": "m", "root": model}]}).encode()
+    peer.pages["/metrics"] = METRICS.encode()
+    live, replay = free_port(), free_port()
+    source = {
+        "publisher": "zmq",
+        "enable_kv_cache_events": True,
+        "endpoint": f"tcp://127.0.0.1:{live}",
+        "replay_endpoint": f"tcp://127.0.0.1:{replay}",
+        "topic": "",
+    }
+    peer.pages["/kv_event_sources"] = json.dumps({"0": source}).encode()
+    return live, replay, model
