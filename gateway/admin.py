@@ -28,6 +28,7 @@ from gateway.decisions import DecisionLog, DecisionRecord
 from gateway.index_view import IndexAnswer
 from gateway.own_url import leads_here
 from gateway.policy_versions import PolicyVersions
+from gateway.prompts_view import PromptsAnswer
 from gateway.settings import Settings
 from workers.fleet import BadWorker, DuplicateWorker, UnknownWorker
 from workers.worker import Worker
@@ -66,6 +67,7 @@ class AdminParts:
     audit: Audit
     index: Callable[[], IndexAnswer]
     pool: Callable[[], PoolAnswer]
+    prompts: Callable[[], PromptsAnswer]
     policy: PolicyVersions
 
 
@@ -243,11 +245,15 @@ def _knowledge(parts: AdminParts) -> APIRouter:
     async def get_pool() -> PoolAnswer:
         return parts.pool()
 
+    @router.get("/prompts", summary="Where each model's prompts are made, and whether workers agree")
+    async def get_prompts() -> PromptsAnswer:
+        return parts.prompts()
+
     @router.get("/config", summary="The effective settings")
     async def get_config() -> ConfigAnswer:
         return ConfigAnswer(settings=parts.settings.masked())
 
-    _ = get_index, get_pool, get_config
+    _ = get_index, get_pool, get_prompts, get_config
     return router
 
 

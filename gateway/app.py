@@ -27,6 +27,7 @@ from gateway.links import CountedKnowledge, Links
 from gateway.metrics import Metrics, Snapshot, WorkerSample
 from gateway.policy_versions import PolicyVersions
 from gateway.prompts import ModelPrompts
+from gateway.prompts_view import PromptsAnswer, made_elsewhere, prompts_answer
 from gateway.public import build_public
 from gateway.rendering import WorkerRenderer
 from gateway.router import Router
@@ -177,6 +178,7 @@ class Gateway:
                 audit=self.audit,
                 index=self._index_report,
                 pool=self._pool_report,
+                prompts=self._prompts_report,
                 policy=self.policy,
             )
         )
@@ -287,6 +289,9 @@ class Gateway:
             details=asdict(self.pool.status()),
         )
 
+    def _prompts_report(self) -> PromptsAnswer:
+        return prompts_answer(self.prompts, self._settings.prompt.source)
+
     def _readiness(self) -> Readiness:
         doubts = [
             *(f"hashes of {target}: {why}" for target, why in self.knowledge.hash_mismatch.items()),
@@ -294,6 +299,7 @@ class Gateway:
             *(f"index of {target}: {why}" for target, why in self.audit.all_demoted().items()),
             *self.prompts.disagreements(),
             *map(str, self.prompts.parity.differences()),
+            *made_elsewhere(self._prompts_report()),
         ]
         return readiness(self.fleet, self.pool, doubts, ending=self._ending)
 

@@ -47,6 +47,7 @@ def examine(
     with httpx.Client(timeout=10.0, headers=headers, trust_env=False) as client:
         for worker in workers:
             yield from _worker(worker, gateway, client, now)
+    yield from _prompts(gateway.get("/admin/v1/prompts")["models"])
     yield from _block_sizes(workers)
     yield from _index(gateway.get("/admin/v1/index")["targets"], workers)
     yield _pool(gateway.get("/admin/v1/pool"))
@@ -147,6 +148,33 @@ def _tokens(worker: dict[str, Any], model: str, gateway: RunningGateway, client:
             return Finding(check, "fail", detail, f'[models."{model}"] tokenizer must be the worker\'s own')
         counts.append(f"{name} {theirs}")
     return Finding(check, "ok", f"same count: {', '.join(counts)}")
+
+
+def _prompts(models: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Token by token, as the gateway itself compared them with what workers render."""
+    for view in models:
+        model = view["model"]
+        check = f"prompts of {model}"
+        for found in view["differences"]:
+            ours, theirs = (
+                f"{found[token]} {found[text]!r}" if found[token] >= 0 else "the end"
+                for token, text in (("ours", "our_text"), ("theirs", "their_text"))
+            )
+            detail = f"{found['api']}: token {found['position']} is {ours}, on {found['worker']} {theirs}"
+            fix = f'[models."{model}"] tokenizer must be the worker\'s own; until then workers render them'
+            yield Finding(check, "fail", detail, fix)
+        if view["made"] == "nowhere":
+            fix = (
+                f'set tokenizer in [models."{model}"] to one this machine can load, or prompt.source to auto'
+            )
+            yield Finding(check, "fail", f"not known: {view['why']}", fix)
+        elif view["made"] != "here":
+            yield Finding(check, "skip", f"made {view['made']}: {view['why']}".rstrip(": "))
+        elif not view["differences"]:
+            agreed = ", ".join(sorted(view["agreed"]))
+            yield Finding(
+                check, "ok", f"made here; workers render the same tokens: {agreed or 'none asked yet'}"
+            )
 
 
 def _block_sizes(workers: list[dict[str, Any]]) -> Iterator[Finding]:

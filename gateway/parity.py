@@ -18,13 +18,18 @@ logger = logging.getLogger(__name__)
 Result = Literal["equal", "differs", "unavailable"]
 LocalTokens = Callable[[Worker, ParsedTurn], Awaitable[Ids | None]]
 """The ids made here for a turn at a worker; None where they can't be made here."""
+Text = Callable[[str, int], Awaitable[str]]
+"""The text of a model's token."""
 
 _CHECKS_AT_ONCE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first token on which both sides disagree; -1 stands for the end of a prompt."""
+    """The first token on which both sides disagree; -1 stands for the end of a prompt.
+
+    Texts are of the tokens as the tokenizer here has them.
+    """
 
     worker: str
     model: str
@@ -32,12 +37,19 @@ class Difference:
     position: int
     ours: int
     theirs: int
+    our_text: str = ""
+    their_text: str = ""
 
     def __str__(self) -> str:
         return (
             f"prompts of {self.model} ({self.api}) made here differ from those of {self.worker}: "
-            f"token {self.position} is {self.ours}, there {self.theirs}"
+            f"token {self.position} is {_shown(self.ours, self.our_text)}, "
+            f"there {_shown(self.theirs, self.their_text)}"
         )
+
+
+def _shown(token: int, text: str) -> str:
+    return "the end" if token < 0 else f"{token} {text!r}"
 
 
 def first_difference(ours: Ids, theirs: Ids) -> tuple[int, int, int] | None:
@@ -60,12 +72,14 @@ class Parity:
         self,
         renderer: WorkerRenderer,
         local: LocalTokens,
+        text: Text,
         counted: Callable[[str, str, Result], None],
         *,
         sample: float,
     ) -> None:
         self._renderer = renderer
         self._local = local
+        self._text = text
         self._counted = counted
         self._sample = sample
         self._proven: set[tuple[str, str, str]] = set()
@@ -80,6 +94,14 @@ class Parity:
 
     def differences(self) -> list[Difference]:
         return list(self._differences.values())
+
+    def proofs(self, model: str) -> dict[str, list[str]]:
+        """The APIs of `model` that were checked, each with the workers that agreed."""
+        found: dict[str, list[str]] = {}
+        for worker, proven, api in sorted(self._proven):
+            if proven == model:
+                found.setdefault(api, []).append(worker)
+        return found
 
     def examine(self, worker: Worker, model: str) -> None:
         """Check bodies that cover what templates do, in the background; all equal is the proof."""
@@ -130,7 +152,8 @@ class Parity:
             found = first_difference(ours, theirs)
             result = "equal" if found is None else "differs"
             if found is not None:
-                self._note(Difference(worker.name, parsed.model, parsed.api, *found))
+                texts = [await self._text(parsed.model, token) for token in found[1:]]
+                self._note(Difference(worker.name, parsed.model, parsed.api, *found, *texts))
         self._counted(parsed.model, parsed.api, result)
         return result
 

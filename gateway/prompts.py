@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast, get_args
 
+import numpy as np
+
 from gateway.api import ParsedTurn
 from gateway.divergence import Texts
 from gateway.parity import Parity, Result
@@ -14,7 +16,7 @@ from gateway.settings import ModelSettings, PromptSettings
 from store.hashing import HashAlgo, HashScheme, chain
 from store.keys import KeyLayout
 from store.prompt.request import Prompt, PromptRequest, Unrenderable
-from store.prompt.source import PromptSource
+from store.prompt.source import PromptSource, PromptStatus
 from workers.fleet import Fleet
 from workers.worker import ModelCard, Worker
 
@@ -63,7 +65,9 @@ class ModelPrompts:
         self.looked_at = settings.source != "off"
         self._sources: dict[str, PromptSource] = {}
         self.renderer = renderer
-        self.parity = Parity(renderer, self.local_tokens, counted, sample=settings.audit_fraction)
+        self.parity = Parity(
+            renderer, self.local_tokens, self._text_of, counted, sample=settings.audit_fraction
+        )
 
     def scheme(self, worker: Worker, model: str) -> HashScheme | None:
         """How `worker` hashes the prompts of `model`; None as long as nobody has said."""
@@ -165,6 +169,15 @@ class ModelPrompts:
             return None if served is None else await self.source(*served).loaded()
         except Unrenderable:
             return None
+
+    async def _text_of(self, model: str, token: int) -> str:
+        texts = await self.texts(model)
+        return "" if texts is None or token < 0 else texts.decode(np.array([token], dtype=np.uint32))
+
+    def sources(self) -> list[tuple[str, PromptStatus]]:
+        """The models that are served and what became of loading their tokenizers."""
+        served = {card.id: (w, card) for w in self._fleet.workers() for card in w.models}
+        return [(model, self.source(*pair).status()) for model, pair in sorted(served.items())]
 
     async def _prompt(
         self,

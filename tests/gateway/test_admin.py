@@ -14,6 +14,7 @@ from gateway.decisions import DecisionLog, DecisionRecord, Outcome
 from gateway.errors import InvalidRequest
 from gateway.index_view import IndexAnswer, SnapshotView, index_entries
 from gateway.policy_versions import PolicyVersions
+from gateway.prompts_view import PromptsAnswer
 from gateway.settings import Settings, load
 from gateway.trust import Trust
 from policies.document import Document
@@ -86,6 +87,7 @@ class Gateway:
                 snapshot=SnapshotView(path="", age_s=None, bytes=0, failures=0, unclaimed=0),
             ),
             pool=lambda: PoolAnswer(configured=False, master="", degraded=False, details={}),
+            prompts=lambda: PromptsAnswer(source="auto", models=[]),
             policy=PolicyVersions(Document(), None, lambda _: None),
         )
         self.app = Guard(build_admin(parts), AdminToken("right"), ClientKeys(["client-key"]))
@@ -246,6 +248,7 @@ async def test_index_pool_audit_policy_and_config(gateway: Gateway) -> None:
     assert (gone["target"], gone["blocks"]) == ("gone", {"gpu": 1})
     assert (await gateway.ask("GET", "/pool")).json()["configured"] is False
     assert (await gateway.ask("GET", "/audit")).json()["exact_ratio"] is None
+    assert (await gateway.ask("GET", "/prompts")).json() == {"source": "auto", "models": []}
     policy = (await gateway.ask("GET", "/policy")).json()
     assert policy["document"] == {"policy": "longest_prefix"}
     assert "longest_prefix" in policy["available"]

@@ -21,6 +21,7 @@ from gateway.doctor import Finding, examine
 from gateway.explanation import as_text, refusal
 from gateway.index_view import IndexAnswer, IndexEntry, SnapshotView
 from gateway.policy_versions import PolicyVersions
+from gateway.prompts_view import DifferenceView, ModelPromptsView, PromptsAnswer
 from gateway.remote import RemoteError, RunningGateway, base_url
 from gateway.settings import Settings
 from policies.document import Document
@@ -83,6 +84,9 @@ class Site:
         self.explained = Explained()
         self.index = [self.entry("w1"), self.entry("w2")]
         self.pool = PoolAnswer(configured=True, master="m:1", degraded=False, details={})
+        self.prompts = ModelPromptsView(
+            model="m", made="here", why="", cached_tokens=0, cached_bytes=0, agreed={}, differences=[]
+        )
 
     @staticmethod
     def entry(target: str) -> IndexEntry:
@@ -120,6 +124,7 @@ class Site:
                 snapshot=SnapshotView(path="", age_s=None, bytes=0, failures=0, unclaimed=0),
             ),
             pool=lambda: self.pool,
+            prompts=lambda: PromptsAnswer(source="auto", models=[self.prompts]),
             policy=PolicyVersions(Document(), None, lambda _: None),
         )
         return Guard(build_admin(parts), AdminToken("right"), ClientKeys())
@@ -149,6 +154,7 @@ async def test_a_healthy_site_has_no_failure(site: Site) -> None:
     assert {f.result for f in findings} == {"ok"}, [str(f) for f in findings]
     checks = {f.check for f in findings}
     assert {
+        "prompts of m",
         "gateway",
         "worker w1",
         "clock of w2",
@@ -196,6 +202,17 @@ def break_hashes(site: Site) -> None:
     site.index[1] = site.entry("w2").model_copy(update={"hash_mismatch": "sha256 fits"})
 
 
+def break_prompts(site: Site) -> None:
+    found = DifferenceView(
+        worker="w2", api="chat", position=7, ours=5, our_text="cat", theirs=-1, their_text=""
+    )
+    site.prompts = site.prompts.model_copy(update={"differences": [found]})
+
+
+def lose_the_tokenizer(site: Site) -> None:
+    site.prompts = site.prompts.model_copy(update={"made": "nowhere", "why": "no tokenizer.json"})
+
+
 def break_pool(site: Site) -> None:
     site.pool = site.pool.model_copy(update={"degraded": True})
 
@@ -217,6 +234,8 @@ def remove_workers(site: Site) -> None:
         (demote, "index of w2", "of 2048 tokens"),
         (stop_events, "KV events of w1", "none are published"),
         (break_hashes, "hashes of w2", "sha256 fits"),
+        (break_prompts, "prompts of m", "chat: token 7 is 5 'cat', on w2 the end"),
+        (lose_the_tokenizer, "prompts of m", "no tokenizer.json"),
         (break_pool, "pool", "can't be asked"),
         (remove_workers, "workers", "none is registered"),
     ],
