@@ -86,7 +86,10 @@ class Gateway:
             else None
         )
         self.metrics = Metrics(self._snapshot, serves=self.fleet.serves, knows_worker=self.fleet.knows)
-        self.knowledge = Knowledge(on_pool_stored=self.pool.announced if self.pool else None)
+        self.knowledge = Knowledge(
+            on_pool_stored=self.pool.announced if self.pool else None,
+            max_bytes=settings.index.memory_bytes or None,
+        )
         self.streams = EventStreams(CountedKnowledge(self.knowledge, self.metrics))
         self.audit = Audit()
         self.trusts = Trusts(
@@ -112,7 +115,11 @@ class Gateway:
         )
         self.fleet.listen(self.probe.follow)
         self.snapshots = Snapshots(
-            settings.index.snapshot_path, settings.index.snapshot_interval_s, self.knowledge, self.streams
+            settings.index.snapshot_path,
+            settings.index.snapshot_interval_s,
+            self.knowledge,
+            self.streams,
+            settings.index.memory_bytes or None,
         )
         self.ledger = Ledger(InUnits(**settings.routing.rates.masked()).rates())
         links = Links(
@@ -257,6 +264,8 @@ class Gateway:
             kv_event_gaps={name: status.gaps for name, status in streams.items()},
             pool_degraded=self.pool is not None and self.pool.degraded,
             pool_removed=0 if self.pool is None else self.pool.removed,
+            index_bytes=self.knowledge.index.memory() + self.knowledge.certain.memory(),
+            index_evicted=self.knowledge.index.evicted,
             index_file_age_s=file.age_s,
             index_file_failures=file.failures,
         )
@@ -268,6 +277,9 @@ class Gateway:
             targets=index_entries(
                 names, self.streams.status(), self._index_sizes(), mismatches, self.trusts.of
             ),
+            memory_bytes=self.knowledge.index.memory() + self.knowledge.certain.memory(),
+            memory_limit_bytes=self._settings.index.memory_bytes,
+            evicted_blocks=self.knowledge.index.evicted,
             snapshot=SnapshotView(**asdict(self.snapshots.status())),
         )
 

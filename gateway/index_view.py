@@ -40,6 +40,9 @@ class SnapshotView(Answer):
 
 class IndexAnswer(Answer):
     targets: list[IndexEntry]
+    memory_bytes: int = Field(description="What the index takes, estimated.")
+    memory_limit_bytes: int = Field(description="0: no limit.")
+    evicted_blocks: int = Field(description="Given up for want of memory since the start.")
     snapshot: SnapshotView
 
 

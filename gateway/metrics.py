@@ -54,6 +54,8 @@ class Snapshot:
     kv_event_gaps: Mapping[str, int] = field(default_factory=dict[str, int])
     pool_degraded: bool = False
     pool_removed: int = 0
+    index_bytes: int = 0
+    index_evicted: int = 0
     index_file_age_s: float | None = None
     index_file_failures: int = 0
 
@@ -306,6 +308,13 @@ class _StateCollector(Collector):
             "moongate_pool_removed_objects", "Objects of dead workers taken out of the pool."
         )
         removed.add_metric([], snapshot.pool_removed)
+        size = GaugeMetricFamily("moongate_index_bytes", "Memory of the index, estimated.")
+        size.add_metric([], snapshot.index_bytes)
+        evicted = CounterMetricFamily(
+            "moongate_index_evicted_blocks", "Blocks that the index gave up for want of memory."
+        )
+        evicted.add_metric([], snapshot.index_evicted)
+        yield from (size, evicted)
         age = GaugeMetricFamily("moongate_index_snapshot_age_seconds", "Age of the index's snapshot on disk.")
         if snapshot.index_file_age_s is not None:
             age.add_metric([], snapshot.index_file_age_s)

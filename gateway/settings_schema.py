@@ -184,6 +184,13 @@ class Index(Section, frozen=True):
         ),
     ] = ".moongate/index.snapshot"
     snapshot_interval_s: Annotated[float, Meta(gt=0, description="Seconds between two snapshots.")] = 10.0
+    memory_bytes: Annotated[
+        Count,
+        Meta(
+            description="Memory for the index; beyond it the blocks used least recently are given up. "
+            "0: no limit. About 120 bytes a block."
+        ),
+    ] = 1 << 30
     doubtful_share: Annotated[
         float,
         Meta(ge=0, le=1, description="How much of a worker's blocks counts while they are not proven."),

@@ -35,12 +35,20 @@ class SnapshotStatus:
 class Snapshots:
     """Owns the file and the task that writes it. `start` before any target is followed, `close` after."""
 
-    def __init__(self, path: str, interval_s: float, knowledge: Knowledge, streams: EventStreams) -> None:
-        """`path` "": nothing is read or written."""
+    def __init__(
+        self,
+        path: str,
+        interval_s: float,
+        knowledge: Knowledge,
+        streams: EventStreams,
+        max_bytes: int | None = None,
+    ) -> None:
+        """`path` "": nothing is read or written. `max_bytes`: the cap of what is restored."""
         self._path = Path(path) if path else None
         self._interval_s = interval_s
         self._knowledge = knowledge
         self._streams = streams
+        self._max_bytes = max_bytes
         self._unclaimed: dict[str, TargetState] = {}
         self._restored_at = 0.0
         self._written: dict[str, TargetState] | None = None
@@ -59,7 +67,7 @@ class Snapshots:
 
     async def _restore(self, path: Path) -> None:
         try:
-            restored = await asyncio.to_thread(load, path)
+            restored = await asyncio.to_thread(load, path, max_bytes=self._max_bytes)
         except FileNotFoundError:
             return
         except (OSError, BadSnapshot) as error:

@@ -196,8 +196,7 @@ class BlockIndex:
 
     def memory(self) -> int:
         """Bytes taken, estimated from counts."""
-        copies = sum(len(holder.more) for holder in self._holders.values())
-        copies += sum(len(holder.loose) for holder in self._holders.values())
+        copies = sum(len(holder.more) + len(holder.loose) for holder in self._holders.values())
         own = len(self._slot) * _BLOCK_BYTES + len(self._recent) * _RUN_BYTES + copies * _COPY_BYTES
         return sys.getsizeof(self._slot) + own
 
@@ -479,6 +478,11 @@ class BlockIndex:
                 if holder.more:
                     for key in run.listed():
                         holder.more.pop(key, None)
+                for window in self._hybrids.get((holder.target, holder.tier), ()):
+                    if window.need is not None:
+                        for key in run.listed():
+                            window.loose.pop(key, None)
+                        window.blocks = len(window.loose)
             self.evicted += run.size - run.dead
             self._unlink(run)
             self._shrink()

@@ -52,13 +52,14 @@ class Knowledge:
         on_pool_stored: Callable[[Sequence[int]], None] | None = None,
         *,
         index: BlockIndex | None = None,
+        max_bytes: int | None = None,
     ) -> None:
         """`on_pool_stored` gets the keys of blocks that a worker has just put into the pool.
 
-        `index`: one with a memory cap, or restored from a snapshot.
+        `index`: one restored from a snapshot. `max_bytes`: the cap of a new one.
         """
-        self.index = index if index is not None else BlockIndex()
-        self.certain = BlockIndex()
+        self.index = index if index is not None else BlockIndex(max_bytes=max_bytes)
+        self.certain = BlockIndex(max_bytes=max_bytes)
         self.doubts: dict[str, str] = {}
         self.hash_mismatch: dict[str, str] = {}
         self.block_sizes: dict[str, int] = {}

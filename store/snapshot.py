@@ -86,7 +86,7 @@ def save(path: Path, index: IndexSnapshot, certain: IndexSnapshot, targets: dict
 def load(path: Path, *, max_bytes: int | None = None) -> Restored:
     """What the file holds of targets without a state is left out: nothing could ever prove it.
 
-    `max_bytes`: the cap of the index. Blocks: about half a second a million blocks. Raises OSError (there is
+    `max_bytes`: the cap of each index. Blocks: about half a second a million blocks. Raises OSError (there is
     no file, or it can't be read), BadSnapshot.
     """
     content = path.read_bytes()
@@ -106,4 +106,4 @@ def load(path: Path, *, max_bytes: int | None = None) -> Restored:
     index = BlockIndex.restore(file.index, max_bytes=max_bytes)
     for target in {target for target, *_ in file.index.holders} - targets.keys():
         index.drop(target)
-    return Restored(index, BlockIndex.restore(file.certain), targets)
+    return Restored(index, BlockIndex.restore(file.certain, max_bytes=max_bytes), targets)

@@ -121,6 +121,9 @@ class Site:
             audit=Audit(),
             index=lambda: IndexAnswer(
                 targets=self.index,
+                memory_bytes=1,
+                memory_limit_bytes=2,
+                evicted_blocks=3,
                 snapshot=SnapshotView(path="", age_s=None, bytes=0, failures=0, unclaimed=0),
             ),
             pool=lambda: self.pool,

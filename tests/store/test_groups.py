@@ -121,3 +121,14 @@ def test_b052_kinds_whose_hits_are_not_understood_get_no_credit() -> None:
     events = [event(A[:10], 0, "full_attention"), event(A[:10], 1, "mamba")]
     knowledge.batch("w", EventBatch(1.0, [*events], 0))
     assert cached(knowledge.index, 325, A[:10]) == 0
+
+
+def test_window_blocks_are_given_up_with_their_run_for_want_of_memory() -> None:
+    index = BlockIndex(max_bytes=60_000)
+    index.describe("w", SWA, NEED)
+    for start in range(0, 20_000, 200):
+        keys = list(range(start + 1, start + 201))
+        index.stored("w", keys, None, group=FULL)
+        index.stored("w", keys, None, group=SWA)
+    assert index.memory() <= 100_000
+    assert index.evicted > 19_000
