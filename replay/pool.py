@@ -130,12 +130,6 @@ class PoolModel:
             self._extents.move_to_end(extent.chain[extent.start])
         return stored, moved
 
-    def lose(self, segment: int) -> None:
-        """A segment is gone, with all that lay in it; of what was spread, every extent has lost a block."""
-        for first in [key for key, each in self._extents.items() if each.owner in (segment, SPREAD)]:
-            self._forget(self._extents.pop(first), None)
-        self._used_by[segment] = 0
-
     def _place(self, blocks: int, writer: int) -> int:
         if self._placement == "owner" and self._used_by[writer] + blocks <= self._each:
             return writer
@@ -157,11 +151,10 @@ class PoolModel:
                 del self._extents[first]
         return self._used + blocks <= room
 
-    def _forget(self, extent: Extent, blocks: int | None) -> None:
-        """The last `blocks` blocks of an extent; None: all."""
-        gone = extent.end - extent.start if blocks is None else blocks
-        extent.end -= gone
-        self._used -= gone
-        self.evicted_blocks += gone
+    def _forget(self, extent: Extent, blocks: int) -> None:
+        """The last `blocks` blocks of an extent."""
+        extent.end -= blocks
+        self._used -= blocks
+        self.evicted_blocks += blocks
         if extent.owner != SPREAD:
-            self._used_by[extent.owner] -= gone
+            self._used_by[extent.owner] -= blocks
