@@ -170,9 +170,7 @@ class Gateway:
             aliases=aliases,
             responses=self.responses,
             bodies=Bodies(settings.prompt.cache_bytes // _BODIES_SHARE),
-            learning=Learning(
-                self.audit, self.knowledge, self.streams, self.metrics, has_pool=self.pool is not None
-            ),
+            learning=Learning(self.audit, self.knowledge, self.streams, self.metrics, self.pool),
         )
         self.fleet.listen(self._turns.patience.follow)
         self._admin = build_admin(

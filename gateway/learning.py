@@ -5,6 +5,7 @@ from gateway.metrics import Metrics
 from gateway.router import Sight
 from store.hashing import usable_tokens
 from store.knowledge import Knowledge
+from store.pool import PoolView
 from store.streams import EventStreams
 
 
@@ -12,13 +13,18 @@ class Learning:
     """Takes every answer that reports its cached tokens."""
 
     def __init__(
-        self, audit: Audit, knowledge: Knowledge, streams: EventStreams, metrics: Metrics, *, has_pool: bool
+        self,
+        audit: Audit,
+        knowledge: Knowledge,
+        streams: EventStreams,
+        metrics: Metrics,
+        pool: PoolView | None,
     ) -> None:
         self._audit = audit
         self._knowledge = knowledge
         self._streams = streams
         self._metrics = metrics
-        self._has_pool = has_pool
+        self._pool = pool
 
     def answered(self, request_id: str, sight: Sight, target: str, cached: int) -> None:
         """`target` found `cached` tokens of the prompt in its own cache or the pool."""
@@ -41,12 +47,27 @@ class Learning:
         sample = Sample(request_id, target, sight.model, tier, predicted, cached, block, fair)
         self._audit.add(sample)
         self._metrics.cached_tokens(target, sight.model, tier, predicted=predicted, actual=cached, fair=fair)
+        if tier == "pool":
+            self._pulled(sight, held, cached > local, cached >= predicted)
         if sight.reads_cache:
             self._knowledge.answered(target, keys, cached // block, held)
             if fair and tier == "local" and predicted == cached:
                 self._streams.confirmed(target)
 
+    def pull_failed(self, sight: Sight, target: str) -> None:
+        """`target` answered 500 where it was to pull from the pool."""
+        self._pulled(sight, sight.held.blocks.get(target, 0), False, False)
+
+    def _pulled(self, sight: Sight, held: int, some: bool, all_came: bool) -> None:
+        """What came of the pool's blocks beyond `held`. A part may be evicted before it is loaded."""
+        if self._pool is None or not sight.pool.blocks > held:
+            return
+        if all_came:
+            self._pool.pull_worked(sight.pool.place(held))
+        elif not some:
+            self._pool.pull_failed(sight.pool.place(held))
+
     def _all_known(self, target: str, sight: Sight) -> bool:
-        if self._has_pool and not sight.pool.known:
+        if self._pool is not None and not sight.pool.known:
             return False
         return self._streams.state(target) == "exact" and target not in self._knowledge.doubts

@@ -209,6 +209,7 @@ class TurnApp:
                 else:
                     self._worker_failed(placement, str(status))
                 if status == 500 and placement.decision.action == "pull" and turn.sight is not None:
+                    self._learning.pull_failed(turn.sight, placement.target.name)
                     turn.sight = self._router.without_pool(turn.sight)
                 if tries.left and turn.sight and self._router.can_place(turn.sight, tries.failed):
                     return UpstreamError(str(status))

@@ -74,6 +74,11 @@ class PoolPrefix:
         """How many of the blocks from `start` on lie in one segment (`IP:PORT`), or on one host."""
         return sum(max(0, run.stop - max(start, run.start)) for run in self.runs.get(place, ()))
 
+    def place(self, start: int) -> str | None:
+        """The segment, or host, that holds all blocks from `start` on; None if there is none or not known."""
+        whole = [place for place in self.runs if self.held(place, start) == self.blocks - start]
+        return max(whole, key=len, default=None)
+
 
 _UNKNOWN: Final = PoolPrefix(0, known=False, exact=False)
 

@@ -118,3 +118,39 @@ async def test_a_turn_that_fails_over_finds_nothing_of_the_dead_worker_in_the_po
     assert headers["x-moongate-worker"] == f"127.0.0.1:{healthy.port}"
     assert headers["x-moongate-pool-tokens"] == "0"
     assert seen == [0]
+
+
+@pytest.mark.parametrize("sign", ["nothing cached", "500"])
+async def test_a_pull_that_failed_costs_its_segment_the_credit(rig: PoolRig, peers, front, sign: str) -> None:
+    async def without(_: Received, connection: Connection) -> None:
+        usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 0}}
+        await connection.answer(200, json.dumps({"usage": usage}).encode())
+
+    tried: list[int] = []
+
+    async def break_once(request: Received, connection: Connection) -> None:
+        tried.append(0)
+        if len(tried) == 1 and sign == "500":
+            await connection.answer(500, b'{"error":{"message":"Internal server error"}}')
+        else:
+            await without(request, connection)
+
+    workers = [await peers(break_once), await peers(break_once)]
+    for worker in workers:
+        rig.serve(worker)
+    gate = await front(*workers, env=rig.env(*workers))
+    body, other = rig.body(f"fails {sign}"), rig.body(f"elsewhere {sign}")
+    rig.stores[0].put(rig.prompt(body).chain.digests[:5])
+    rig.stores[1].put(rig.prompt(other).chain.digests[:5])
+
+    async def in_pool(body: dict[str, Any]) -> set[int]:
+        return {each["pool_tokens"] for each in (await explained(gate, body)).values()}
+
+    assert await in_pool(body) == {5 * 32}
+    headers = await post(gate, body)
+    assert len(tried) == (2 if sign == "500" else 1)
+    assert headers["x-moongate-pool-tokens"] == ("0" if sign == "500" else "160")
+    assert await in_pool(body) == {0}
+    assert await in_pool(other) == {5 * 32}
+    failing = [each["name"] for each in (await pool_view(gate))["segments"] if each["failing"]]
+    assert failing == [rig.segments[0]]
