@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gateway import errors
 from gateway.admin_policy import policy_routes
+from gateway.admin_shadow import Shadowed, shadow_routes
 from gateway.admin_views import (
     ConfigAnswer,
     DecisionsAnswer,
@@ -69,6 +70,7 @@ class AdminParts:
     pool: Callable[[], PoolAnswer]
     prompts: Callable[[], PromptsAnswer]
     policy: PolicyVersions
+    router: Shadowed
 
 
 class NewWorker(BaseModel):
@@ -135,7 +137,8 @@ def build_admin(parts: AdminParts) -> FastAPI:
     errors.install(app)
     faults: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}}
     policy = policy_routes(parts.policy, parts.decisions)
-    for router in (_workers(parts), _decisions(parts), _knowledge(parts), policy):
+    shadow = shadow_routes(parts.router, parts.policy)
+    for router in (_workers(parts), _decisions(parts), _knowledge(parts), policy, shadow):
         app.include_router(router, prefix=PREFIX, responses=faults)
     return app
 

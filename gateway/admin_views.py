@@ -8,9 +8,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.decisions import DecisionRecord, Outcome
 from gateway.divergence import Divergence
+from policies.compare import runner_up
+from policies.cost import TERMS, costs, predicted_ttft
 from policies.ledger import Load
 from policies.rates import InUnits
-from policies.types import Rates, Scored
+from policies.types import Rates, Scored, Turn
 from workers.worker import Target, Worker
 
 
@@ -43,6 +45,14 @@ class Measured(Answer):
     confidence: float = Field(description="How much it rests on measurement: 0 not at all, 1 entirely.")
 
 
+def _measured(rates: Rates) -> dict[str, Measured]:
+    values = msgspec.structs.asdict(InUnits.of(rates))
+    return {
+        name: Measured(value=float(f"{value:.4g}"), confidence=confidence)
+        for (name, value), confidence in zip(values.items(), rates.confidence, strict=True)
+    }
+
+
 class TargetView(Answer):
     name: str
     inflight: int = Field(description="Turns sent there that have not ended.")
@@ -55,16 +65,12 @@ class TargetView(Answer):
     def of(cls, target: Target, model: str, loads: "Loads") -> "TargetView":
         now = time.monotonic()
         load, rates = loads.load(target.name, now), loads.rates(target.name, now, model)
-        values = msgspec.structs.asdict(InUnits.of(rates))
         return cls(
             name=target.name,
             inflight=load.inflight,
             queued_tokens=load.queued_tokens,
             recent_tokens=round(load.recent_tokens, 1),
-            rates={
-                name: Measured(value=float(f"{value:.4g}"), confidence=confidence)
-                for (name, value), confidence in zip(values.items(), rates.confidence, strict=True)
-            },
+            rates=_measured(rates),
             samples=loads.samples(target.name),
         )
 
@@ -147,10 +153,17 @@ class CandidateView(Answer):
         description="The cost terms that were weighed, as the policy counts them."
     )
     cost: float = Field(description="Their sum.")
+    expected_ms: dict[str, float] = Field(
+        description="Expected cost in milliseconds, term by term, whatever the policy weighs; empty for a "
+        "prompt that is not known."
+    )
+    expected_ttft_ms: float | None = Field(description="The terms of them that make the time to first token.")
+    rates: dict[str, Measured] = Field(description="The rates that these rest on.")
 
     @classmethod
-    def of(cls, scored: Scored) -> "CandidateView":
+    def of(cls, scored: Scored, turn: Turn | None) -> "CandidateView":
         candidate = scored.candidate
+        terms = costs(turn, candidate) if turn is not None and turn.prompt_tokens else None
         return cls(
             target=candidate.target,
             excluded=candidate.excluded,
@@ -162,6 +175,9 @@ class CandidateView(Answer):
             waiting=candidate.waiting,
             terms=dict(scored.terms),
             cost=scored.cost,
+            expected_ms={n: round(s * 1e3, 3) for n, s in zip(TERMS, terms, strict=True)} if terms else {},
+            expected_ttft_ms=round(predicted_ttft(terms) * 1e3, 3) if terms else None,
+            rates=_measured(candidate.rates),
         )
 
 
@@ -224,6 +240,11 @@ class DecisionView(Answer):
     action: str = Field(description="local, pull, recompute or none.")
     target: str | None
     reason: str
+    rule: str = Field(description="The policy document's rule that chose the policy; empty: its default.")
+    guards: list[str] = Field(description="Guards that kept targets out.")
+    unit: str = Field(description="Of the candidates' terms: tokens or s.")
+    runner_up: str | None = Field(description="The next best by those terms.")
+    margin: float | None = Field(description="How much more it would have cost; below 0: it was cheaper.")
     predicted_cached_tokens: int
     candidates: list[CandidateView]
     timings_ms: dict[str, float]
@@ -235,6 +256,7 @@ class DecisionView(Answer):
     @classmethod
     def of(cls, record: DecisionRecord) -> "DecisionView":
         decision = record.decision
+        behind = runner_up(decision)
         divergence = record.prefix.divergence if record.prefix else None
         return cls(
             request_id=record.request_id,
@@ -249,8 +271,13 @@ class DecisionView(Answer):
             action=decision.action,
             target=decision.target,
             reason=decision.reason,
+            rule=decision.rule,
+            guards=list(decision.guards),
+            unit=decision.unit,
+            runner_up=behind[0] if behind else None,
+            margin=behind[1] if behind else None,
             predicted_cached_tokens=record.predicted_cached_tokens,
-            candidates=[CandidateView.of(scored) for scored in decision.scored],
+            candidates=[CandidateView.of(scored, record.turn) for scored in decision.scored],
             timings_ms=record.timings,
             divergence=DivergenceView.of(divergence) if divergence else None,
             outcome=OutcomeView.of(record.outcome) if record.outcome else None,

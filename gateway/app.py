@@ -130,7 +130,7 @@ class Gateway:
             connect_s=timeouts.connect_s, between_chunks_s=timeouts.between_chunks_s
         )
         limits = settings.limits
-        router = Router(
+        self.router = router = Router(
             room=Room(limits.requests, limits.tokens),
             room_each=Room(limits.worker_requests, limits.worker_tokens),
             fleet=self.fleet,
@@ -185,6 +185,7 @@ class Gateway:
                 pool=self._pool_report,
                 prompts=self._prompts_report,
                 policy=self.policy,
+                router=router,
             )
         )
         self._public = build_public(self.fleet, self.metrics, self._readiness, aliases)
@@ -260,6 +261,7 @@ class Gateway:
             ],
             index_blocks=self._index_sizes(),
             kv_event_gaps={name: status.gaps for name, status in streams.items()},
+            shadow_agreement=self.router.shadow.total.agreement if self.router.shadow else None,
             pool_degraded=self.pool is not None and self.pool.degraded,
             pool_removed=0 if self.pool is None else self.pool.removed,
             index_bytes=self.knowledge.index.memory() + self.knowledge.certain.memory(),

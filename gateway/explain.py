@@ -38,4 +38,6 @@ class Explainer:
             {"look": sight.seconds * 1e3},
             sight.understood.unknown,
             prefix=await self._breaks.explain(parsed, sight),
+            turn=sight.turn(0),
+            facts=sight.facts,
         )

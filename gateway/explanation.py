@@ -23,7 +23,13 @@ def as_text(view: Mapping[str, Any]) -> str:
         ]
         for candidate in candidates
     ]
-    lines = [_headline(view), _prompt_line(view), "", *_table(header, rows)]
+    lines = [_headline(view), _prompt_line(view), *_choice(view), "", *_table(header, rows)]
+    if candidates and candidates[0]["expected_ms"]:
+        lines += [
+            "",
+            "expected, in milliseconds, and how far by measured rates:",
+            *_expected(candidates),
+        ]
     if view["divergence"]:
         lines += ["", *_divergence(view["divergence"])]
     return "\n".join(lines)
@@ -45,6 +51,37 @@ def _headline(view: Mapping[str, Any]) -> str:
     if view["target"] is None:
         return f"nowhere: {refusal(view)} (policy {view['policy']})"
     return f"{view['action']} on {view['target']}: {view['reason']} (policy {view['policy']})"
+
+
+def _choice(view: Mapping[str, Any]) -> list[str]:
+    """What narrowed the choice, and how close it was."""
+    lines: list[str] = []
+    if view["rule"]:
+        lines.append(f"by the rule {view['rule']}")
+    if view["guards"]:
+        lines.append(f"guards that kept targets out: {', '.join(view['guards'])}")
+    if view["runner_up"]:
+        margin = view["margin"] * (1e3 if view["unit"] == "s" else 1)
+        unit = "ms" if view["unit"] == "s" else view["unit"]
+        lines.append(
+            f"next: {view['runner_up']}, {_number(abs(margin))} {unit} {'more' if margin >= 0 else 'less'}"
+        )
+    return lines
+
+
+def _expected(candidates: Sequence[Mapping[str, Any]]) -> list[str]:
+    terms = list(candidates[0]["expected_ms"])
+    rows = [
+        [
+            "",
+            candidate["target"],
+            *(_number(candidate["expected_ms"][term]) for term in terms),
+            _number(candidate["expected_ttft_ms"]),
+            f"{max(rate['confidence'] for rate in candidate['rates'].values()):.0%}",
+        ]
+        for candidate in candidates
+    ]
+    return _table(["", "target", *terms, "ttft", "measured"], rows)
 
 
 def _prompt_line(view: Mapping[str, Any]) -> str:

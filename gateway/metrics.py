@@ -46,6 +46,7 @@ class Snapshot:
     """The state that gauges mirror, read at every scrape.
 
     index_blocks: by (target, tier). kv_event_gaps: gaps in the event stream so far, by target.
+    shadow_agreement: of the shadow policy with the one in force, None without one or turns.
     index_file_age_s: of what the snapshot of the index holds, None if there is none.
     """
 
@@ -58,6 +59,7 @@ class Snapshot:
     index_evicted: int = 0
     index_file_age_s: float | None = None
     index_file_failures: int = 0
+    shadow_agreement: float | None = None
 
 
 def _harmless(call: Callable[Concatenate["Metrics", P], None]) -> Callable[Concatenate["Metrics", P], None]:
@@ -322,4 +324,9 @@ class _StateCollector(Collector):
             "moongate_index_snapshot_failures", "Snapshots of the index that could not be written."
         )
         failures.add_metric([], snapshot.index_file_failures)
-        yield from (up, inflight, breaker, trust, proof, blocks, degraded, removed, age, failures)
+        agreement = GaugeMetricFamily(
+            "moongate_shadow_agreement_ratio", "Share of turns that the shadow policy would have sent alike."
+        )
+        if snapshot.shadow_agreement is not None:
+            agreement.add_metric([], snapshot.shadow_agreement)
+        yield from (up, inflight, breaker, trust, proof, blocks, degraded, removed, age, failures, agreement)

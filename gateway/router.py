@@ -18,6 +18,7 @@ from gateway.trust import Trusts
 from policies.document import Document
 from policies.ledger import Ledger
 from policies.plan import NO_FACTS, Facts, Plan
+from policies.shadow import Shadow
 from policies.types import Candidate, Decision, Turn
 from store.hashing import usable_tokens
 from store.knowledge import Held, Knowledge
@@ -139,6 +140,7 @@ class Router:
         draws: Draws | None = None,
     ) -> None:
         self.plan = Plan(Document())
+        self.shadow: Shadow | None = None
         self._room, self._room_each = room, room_each
         self._fleet = fleet
         self._prompts = prompts
@@ -201,7 +203,7 @@ class Router:
 
     def _named_headers(self, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
         """Those that a rule of the policy goes by."""
-        named = self.plan.headers
+        named = self.plan.headers | self.shadow.plan.headers if self.shadow else self.plan.headers
         if not named:
             return {}
         found = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
@@ -262,7 +264,8 @@ class Router:
         if not self._room.has(0, inflight=leases.total.inflight, queued_tokens=leases.total.queued_tokens):
             raise self._overloaded(size)
         turn = sight.turn(self._number)
-        decision = self.plan.decide(turn, self.candidates(sight, failed), sight.facts)
+        candidates = self.candidates(sight, failed)
+        decision = self.plan.decide(turn, candidates, sight.facts)
         chosen = decision.chosen
         if decision.target is None or chosen is None:
             if any(candidate.excluded == "full" for candidate in decision.candidates):
@@ -281,6 +284,8 @@ class Router:
             keys=sight.keys,
         )
         self._number += 1
+        if self.shadow is not None:
+            self.shadow.observe(turn, candidates, sight.facts, decision)
         return Placement(decision, target, chosen, Charge(lease, ticket), turn)
 
     def _overloaded(self, prompt_tokens: int) -> Overloaded:

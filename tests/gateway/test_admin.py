@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -92,6 +93,7 @@ class Gateway:
             pool=lambda: PoolAnswer(configured=False, master="", degraded=False, details={}),
             prompts=lambda: PromptsAnswer(source="auto", models=[]),
             policy=PolicyVersions(Document(), None, lambda _: None),
+            router=SimpleNamespace(shadow=None),
         )
         self.app = Guard(build_admin(parts), AdminToken("right"), ClientKeys(["client-key"]))
 

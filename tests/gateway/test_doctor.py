@@ -5,6 +5,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +130,7 @@ class Site:
             pool=lambda: self.pool,
             prompts=lambda: PromptsAnswer(source="auto", models=[self.prompts]),
             policy=PolicyVersions(Document(), None, lambda _: None),
+            router=SimpleNamespace(shadow=None),
         )
         return Guard(build_admin(parts), AdminToken("right"), ClientKeys())
 
@@ -306,6 +308,7 @@ def test_the_explanation_is_a_table() -> None:
     assert as_text(view()).splitlines() == [
         "pull on w2: holder busy (policy longest_prefix)",
         "m: 600 prompt tokens in 18 full blocks of 32, 512 of them cached there, 88 to compute",
+        "next: w1, 8948.8 tokens more",
         "",
         "    target  local  pool  own  queued tokens  in flight  queued  pull  compute   cost  excluded",
         "    w1        512     0    0           9000          3    9000     0       88   9088",

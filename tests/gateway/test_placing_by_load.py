@@ -3,10 +3,12 @@
 import asyncio
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.explanation import as_text
 from peer import ADMIN, Connection, Peer, Received
 from workers.launch.tiny_model import make_tiny_model
 
@@ -141,3 +143,33 @@ async def test_rates_are_learned_from_first_tokens_and_shown(peers, front, model
     rate = shown["rates"]["prefill_tokens_per_s"]
     assert 500 < rate["value"] < 6000
     assert rate["confidence"] > 0.5
+
+
+async def test_b047_an_explanation_shows_every_term_its_rates_and_the_margin_and_a_change_shows(
+    peers, front, model: str, tmp_path: Path
+) -> None:
+    fleet = [await peers(Gate()) for _ in range(2)]
+    for peer in fleet:
+        serve(peer, model)
+    kept = {"MOONGATE_ROUTING__POLICY_PATH": str(tmp_path / "policy.json")}
+    gate = await front(*fleet, env={"MOONGATE_ROUTING__POLICY": "expected_ttft", **kept})
+    body = chat("Where to? " * 100)
+
+    async def explained() -> dict[str, Any]:
+        url = gate.url + "/admin/v1/explain"
+        async with gate.client.post(url, json=body, headers=ADMIN) as answer:
+            return await answer.json()
+
+    shown = await explained()
+    assert (shown["policy"], shown["unit"], shown["guards"]) == ("expected_ttft", "s", [])
+    assert shown["margin"] == 0
+    for candidate in shown["candidates"]:
+        assert candidate["expected_ms"]["prefill"] > 0
+        assert candidate["expected_ttft_ms"] >= candidate["expected_ms"]["prefill"] + 20
+        assert candidate["rates"]["prefill_tokens_per_s"] == {"value": 20480.0, "confidence": 0.0}
+    assert "ttft" in as_text(shown)
+    document = {"policy": "longest_prefix", "options": {"pull_cost": 0.5}}
+    url = gate.url + "/admin/v1/policy"
+    async with gate.client.put(url, json=document, headers=ADMIN) as answer:
+        assert answer.status == 200
+    assert (await explained())["unit"] == "tokens"

@@ -228,3 +228,35 @@ class TestCommand:
         assert "allowed: expected_ttft" in err
         file.write_text("{")
         assert "not valid JSON" in (await run("validate", str(file)))[2]
+
+
+class TestShadow:
+    async def ask(self, policy: Policy, method: str, path: str = "", body: Any = None) -> tuple[int, Any]:
+        url = f"{policy.gate.url}/admin/v1/shadow{path}"
+        more = {} if body is None else {"json": body}
+        async with policy.gate.client.request(method, url, headers=ADMIN, **more) as answer:
+            return answer.status, await answer.json() if answer.status != 204 else None
+
+    async def test_it_decides_on_every_turn_without_acting_and_can_be_promoted(self, policy: Policy) -> None:
+        assert (await self.ask(policy, "GET"))[0] == 404
+        assert (await self.ask(policy, "PUT", body={"policy": "fastest"}))[0] == 400
+        status, shown = await self.ask(policy, "PUT", body={"policy": "round_robin"})
+        assert (status, shown["total"]["turns"]) == (200, 0)
+        turns = [await policy.turn(i) for i in range(8)]
+        assert {name for _, name in turns} == {"longest_prefix"}
+        _, shown = await self.ask(policy, "GET")
+        assert shown["total"]["turns"] == 8
+        assert [(p["model"], p["prompt"]) for p in shown["by_model_and_prompt"]] == [("m", "unknown")]
+        async with policy.gate.client.get(policy.gate.url + "/metrics", headers=ADMIN) as answer:
+            ratio = f"moongate_shadow_agreement_ratio {shown['total']['agreement']}"
+            assert ratio in await answer.text()
+        status, version = await self.ask(policy, "POST", "/promote")
+        assert (status, version["document"]) == (200, {"policy": "round_robin"})
+        assert (await policy.turn())[1] == "round_robin"
+        assert (await self.ask(policy, "GET"))[0] == 404
+
+    async def test_it_can_be_ended(self, policy: Policy) -> None:
+        await self.ask(policy, "PUT", body={})
+        assert (await self.ask(policy, "DELETE"))[0] == 204
+        assert (await self.ask(policy, "GET"))[0] == 404
+        assert (await self.ask(policy, "POST", "/promote"))[0] == 404

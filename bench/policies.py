@@ -1,0 +1,110 @@
+"""What a decision costs: each policy at 8, 64 and 512 targets, candidates and all, and a shadow on top.
+
+python bench/policies.py [--quick]
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+# The folder of this file, in which `policies` would be this file.
+sys.path.pop(0)
+
+from policies import registry
+from policies.document import Document, read
+from policies.ledger import Ledger
+from policies.plan import NO_FACTS, Plan
+from policies.shadow import Shadow
+from policies.types import Candidate, Turn
+
+SIZES = (8, 64, 512)
+
+
+def fleet(size: int, seed: int) -> list[Candidate]:
+    """Targets in the middle of a day: some hold a prefix, some have a queue, all have a past."""
+    draw = random.Random(seed)
+    prefix = [draw.randrange(1000, 80_000) if draw.random() < 0.3 else 0 for _ in range(size)]
+    queue = [draw.randrange(20_000) if draw.random() < 0.5 else 0 for _ in range(size)]
+    return [
+        Candidate(
+            f"10.0.{i // 256}.{i % 256}:8000",
+            local_tokens=prefix[i],
+            pool_tokens=60_000,
+            own_segment_tokens=draw.randrange(1000),
+            queued_tokens=queue[i],
+            queued_turns=int(queue[i] > 0),
+            head_tokens=queue[i],
+            head_s=0.1,
+            inflight=draw.randrange(8),
+            recent_tokens=draw.random() * 1e5,
+        )
+        for i in range(size)
+    ]
+
+
+def median_us(call: Callable[[int], object], rounds: int) -> float:
+    times: list[float] = []
+    for i in range(rounds):
+        begun = time.perf_counter()
+        call(i)
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times) * 1e6
+
+
+def shown(size: int, name: str, rounds: int) -> float:
+    policy, fleets = registry.make(name), [fleet(size, seed) for seed in range(16)]
+    turns = [Turn(80_000, i / 97 % 1, i, 32, f"s{i}", i + 1) for i in range(97)]
+    return median_us(lambda i: policy(turns[i % 97], fleets[i % 16]), rounds)
+
+
+def filled(size: int, rounds: int) -> float:
+    """Candidates made of the ledger's load and rates, as the gateway does for each decision."""
+    ledger, names = Ledger(), [f"w{i}" for i in range(size)]
+    for name in names[::2]:
+        ledger.sent(Turn(5000, 0.0), Candidate(name), 1.0)
+
+    def make(i: int) -> list[Candidate]:
+        now = 1.0 + i * 1e-3
+        return [
+            Candidate(name, recent_tokens=ledger.load(name, now).recent_tokens, rates=ledger.rates(name, now))
+            for name in names
+        ]
+
+    return median_us(make, rounds)
+
+
+def overhead(size: int, rounds: int) -> float:
+    """A shadow of the cost model on every turn, its comparison included."""
+    shadow = Shadow(Plan(read({"policy": "expected_ttft"})), time.perf_counter)
+    plan, given = Plan(Document()), fleet(size, 1)
+    turn = Turn(80_000, 0.3, 1, 32)
+    decision = plan.decide(turn, given)
+    return median_us(lambda _: shadow.observe(turn, given, NO_FACTS, decision), rounds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    rounds = 300 if parser.parse_args().quick else 3000
+    names = [*registry.names()]
+    table = {name: [shown(size, name, max(50, rounds * 8 // size)) for size in SIZES] for name in names}
+    print(f"{'median us a decision':24}" + "".join(f"{size:>10}" for size in SIZES))
+    for name, row in table.items():
+        print(f"{name:24}" + "".join(f"{value:10.1f}" for value in row))
+    print(f"{'(load and rates read)':24}" + "".join(f"{filled(size, rounds // 3):10.1f}" for size in SIZES))
+    shadow = [overhead(size, max(50, rounds * 8 // size)) for size in SIZES]
+    print(f"{'(shadow)':24}" + "".join(f"{value:10.1f}" for value in shadow))
+    result = {
+        "decide_64_us": round(table["expected_ttft"][1], 1),
+        "shadow_overhead_us": round(shadow[1], 1),
+        **{f"{name}_64_us": round(row[1], 1) for name, row in table.items()},
+    }
+    print("RESULT " + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
