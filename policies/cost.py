@@ -43,7 +43,8 @@ def costs(turn: Turn, candidate: Candidate, recent_weight: float = RECENT_WEIGHT
     prefill = computed * (prefill_s + growth_s * (prompt - computed * 0.5))
     queue = queued_seconds(c)
     decoding = c.running if c.running > c.inflight else c.inflight
-    decode = (decoding - c.queued_turns) * rates.decode_s * (1 + computed / STEP_TOKENS)
+    # Those that wait now will decode by the time this one is computed.
+    decode = decoding * rates.decode_s * (1 + computed / STEP_TOKENS)
     eviction = c.pressure * _again(turn, c, prompt - c.local_tokens)
     # With this turn: what is computed twice, here and where its head is, is taken from others.
     lately = c.recent_tokens * prefill_s + pull_own + pull_remote + prefill
@@ -54,7 +55,7 @@ def costs(turn: Turn, candidate: Candidate, recent_weight: float = RECENT_WEIGHT
         pull_remote,
         prefill,
         rates.first_s,
-        decode if decode > 0 else 0.0,
+        decode,
         eviction,
         balance,
     )

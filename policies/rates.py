@@ -63,7 +63,7 @@ def work_of(turn: Turn, candidate: Candidate, step_tokens: int) -> Work:
     pulled = max(0, candidate.pool_tokens - local)
     own = min(candidate.own_segment_tokens, pulled)
     computed = max(0, turn.prompt_tokens - local - pulled)
-    decoding = max(0.0, max(candidate.running, candidate.inflight) - candidate.queued_turns)
+    decoding = max(candidate.running, candidate.inflight)
     return Work(
         computed,
         computed * (turn.prompt_tokens - computed * 0.5),

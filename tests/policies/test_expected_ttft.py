@@ -138,7 +138,7 @@ def test_every_term_is_what_it_says() -> None:
             "pull_remote": 0.2,
             "prefill": 2.0 + 1e-7 * 2000 * 5000,
             "first_step": 0.01,
-            "decode": 3 * 0.002 * (1 + 2000 / 8192),
+            "decode": 4 * 0.002 * (1 + 2000 / 8192),
             "eviction": 0.5 * 5000 * 1e-4,
             "balance": (10 + 0.22 + 2.0 + 1e-7 * 2000 * 5000) * 0.1,
         }
