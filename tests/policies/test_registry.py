@@ -82,3 +82,17 @@ def test_own_names_can_not_be_taken(install: Install) -> None:
     install("random", "def make(options): raise AssertionError\n")
     assert registry.names().count("random") == 1
     registry.make("random")
+
+
+def test_the_example_in_the_docs_works(install: Install) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "policies.md").read_text("utf-8")
+    source = text.split("```python\n# one_by_one.py\n", 1)[1].split("```", 1)[0]
+    install("one_by_one", source)
+    decide = registry.make("one_by_one", {"most": 2})
+    fleet = [Candidate("b"), Candidate("a", inflight=1), Candidate("0", excluded="down")]
+    assert decide(turn(), fleet).target == "a"
+    full = [Candidate("b", inflight=2), Candidate("a", inflight=3)]
+    assert (decide(turn(), full).target, decide(turn(), full).reason) == ("b", "all full")
+    assert decide(turn(), fleet[2:]).target is None
+    with pytest.raises(registry.BadPolicyOptions, match="it takes most"):
+        registry.make("one_by_one", {"mots": 3})
