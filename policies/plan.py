@@ -11,6 +11,7 @@ from msgspec.structs import replace as with_fields
 
 from policies import registry
 from policies.document import Document, Guards, Match, plain
+from policies.pair import placed
 from policies.types import Candidate, Decision, Turn
 
 
@@ -57,10 +58,10 @@ class Plan:
         short = self._guards.min_prefix_tokens
         weighed = [_without_short(c, short) for c in shown] if short else shown
         try:
-            decision = policy(turn, weighed)
+            decision = placed(policy, turn, weighed)
         except Exception:
             # An installed policy's fault must not be a turn's.
-            decision = replace(self._fallback(turn, weighed), reason="the policy failed, fallback")
+            decision = replace(placed(self._fallback, turn, weighed), reason="the policy failed, fallback")
         if shown is candidates and not short and not name:
             return decision
         weigh = decision.weigh
@@ -145,7 +146,7 @@ def _as_weighed(
     return weigh(_without_short(candidate, tokens))
 
 
-_OURS: Final = frozenset(("rule", "max_queue_tokens", "max_inflight", "max_imbalance"))
+_OURS: Final = frozenset(("rule", "role", "max_queue_tokens", "max_inflight", "max_imbalance"))
 
 
 def as_given(candidates: Sequence[Candidate]) -> list[Candidate]:
