@@ -26,6 +26,7 @@ from gateway.admin_views import (
 from gateway.audit import Audit
 from gateway.audit_view import AuditAnswer
 from gateway.decisions import DecisionLog, DecisionRecord
+from gateway.drains import Drains
 from gateway.index_view import IndexAnswer
 from gateway.own_url import leads_here
 from gateway.policy_versions import PolicyVersions
@@ -63,6 +64,7 @@ class AdminParts:
     settings: Settings
     fleet: FleetAdmin
     loads: Loads
+    drains: Drains
     explainer: Explainer
     decisions: DecisionLog
     audit: Audit
@@ -88,17 +90,21 @@ class NewWorker(BaseModel):
 class WorkerChange(BaseModel):
     """cordoned: true takes the worker out of the choice for new turns, false puts it back.
 
+    drain: true cordons it and moves its share of the pool into the others'; false stops that and uncordons.
     weight: its share of the load compared with others', above 0; what is not given stays as it is.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     cordoned: bool | None = None
+    drain: bool | None = None
     weight: Annotated[float, Field(gt=0, le=1000, strict=False)] | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> "WorkerChange":
-        if self.cordoned is None and self.weight is None:
-            raise ValueError("give cordoned, weight or both")
+        if self.cordoned is None and self.drain is None and self.weight is None:
+            raise ValueError("give cordoned, drain or weight")
+        if self.cordoned is not None and self.drain is not None and self.cordoned != self.drain:
+            raise ValueError("a worker that drains is cordoned, one that does not is not")
         return self
 
 
@@ -147,12 +153,12 @@ def _workers(parts: AdminParts) -> APIRouter:
     router = APIRouter(tags=["workers"])
     fleet = parts.fleet
 
-    def view(worker: Worker) -> WorkerView:
-        return WorkerView.of(worker, parts.loads)
+    async def view(worker: Worker) -> WorkerView:
+        return WorkerView.of(worker, parts.loads, await parts.drains.progress(worker.name))
 
     @router.get("/workers", summary="All workers")
     async def get_workers() -> WorkersAnswer:
-        return WorkersAnswer(workers=[view(worker) for worker in fleet.workers()])
+        return WorkersAnswer(workers=await asyncio.gather(*map(view, fleet.workers())))
 
     @router.post("/workers", status_code=201, summary="Add a worker")
     async def add_worker(new: NewWorker, request: Request, response: Response) -> WorkerView:
@@ -167,20 +173,23 @@ def _workers(parts: AdminParts) -> APIRouter:
         except DuplicateWorker as error:
             raise errors.Conflict(str(error)) from None
         response.headers["location"] = f"{PREFIX}/workers/{worker.name}"
-        return view(worker)
+        return await view(worker)
 
     @router.get("/workers/{name}", summary="One worker")
     async def get_worker(name: str) -> WorkerView:
-        return view(_known(lambda: fleet.get(name)))
+        return await view(_known(lambda: fleet.get(name)))
 
-    @router.patch("/workers/{name}", summary="Cordon or uncordon a worker, or change its weight")
+    @router.patch("/workers/{name}", summary="Cordon, drain or uncordon a worker, or change its weight")
     async def change_worker(name: str, change: WorkerChange) -> WorkerView:
         worker = _known(lambda: fleet.get(name))
-        if change.cordoned is not None:
-            fleet.cordon(name, change.cordoned)
+        if change.drain is not None:
+            await (parts.drains.start if change.drain else parts.drains.stop)(worker)
+        cordoned = change.cordoned if change.drain is None else change.drain
+        if cordoned is not None:
+            _known(lambda: fleet.cordon(name, cordoned))
         if change.weight is not None:
             fleet.weigh(name, change.weight)
-        return view(worker)
+        return await view(worker)
 
     @router.delete("/workers/{name}", status_code=204, summary="Remove a worker; its turns end undisturbed")
     async def remove_worker(name: str) -> None:

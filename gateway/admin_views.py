@@ -1,6 +1,7 @@
 """What the admin API answers with: documented models, and how they are read off the gateway's own values."""
 
 import time
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import msgspec
@@ -13,6 +14,7 @@ from policies.cost import TERMS, costs, predicted_ttft
 from policies.ledger import Load
 from policies.rates import InUnits
 from policies.types import Rates, Scored, Turn
+from store.mooncake_http import Drain
 from workers.worker import Target, Worker
 
 
@@ -75,12 +77,30 @@ class TargetView(Answer):
         )
 
 
+class DrainView(Answer):
+    """How far the move of a worker's share of the pool into the others' is, in objects."""
+
+    job: str
+    status: str = Field(description="CREATED, PLANNING, RUNNING, SUCCEEDED, FAILED or CANCELED.")
+    moved: int
+    failed: int
+    blocked: int
+    active: int
+    moved_bytes: int
+    message: str
+
+    @classmethod
+    def of(cls, drain: Drain) -> "DrainView":
+        return cls(**asdict(drain))
+
+
 class WorkerView(Answer):
     name: str
     url: str
     state: str = Field(description="starting, up or down.")
     reason: str = Field(description="Why it is not up.")
     cordoned: bool = Field(description="A cordoned worker gets no new turns.")
+    drain: DrainView | None = Field(description="Null: its share of the pool stays where it is.")
     breaker: str = Field(description="closed; open: it failed turns in a row and gets none; half-open.")
     failures: int = Field(description="Turns failed since the last that ended well.")
     weight: float = Field(description="Its share of the load compared with others'.")
@@ -97,7 +117,7 @@ class WorkerView(Answer):
     hash_algo: str
 
     @classmethod
-    def of(cls, worker: Worker, loads: "Loads") -> "WorkerView":
+    def of(cls, worker: Worker, loads: "Loads", drain: Drain | None) -> "WorkerView":
         report = worker.report
         model = worker.models[0].id if worker.models else ""
         targets = [TargetView.of(target, model, loads) for target in worker.targets]
@@ -107,6 +127,7 @@ class WorkerView(Answer):
             state=worker.state,
             reason=worker.reason,
             cordoned=worker.cordoned,
+            drain=DrainView.of(drain) if drain else None,
             breaker=worker.breaker.state(time.monotonic()),
             failures=worker.breaker.failures,
             weight=worker.weight,

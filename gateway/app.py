@@ -16,6 +16,7 @@ from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.bodies import Bodies
 from gateway.breaks import PrefixBreaks
 from gateway.decisions import DecisionLog
+from gateway.drains import Drains
 from gateway.eligibility import Room
 from gateway.errors import ErrorBoundary
 from gateway.exchange import Message, Receive, Scope, Send
@@ -173,11 +174,14 @@ class Gateway:
             learning=Learning(self.audit, self.knowledge, self.streams, self.metrics, self.pool),
         )
         self.fleet.listen(self._turns.patience.follow)
+        drains = Drains(self.pool)
+        self.fleet.listen(drains.follow)
         self._admin = build_admin(
             AdminParts(
                 settings=settings,
                 fleet=self.fleet,
                 loads=self.ledger,
+                drains=drains,
                 explainer=Explainer(router, self.breaks, aliases, self.responses),
                 decisions=self.decisions,
                 audit=self.audit,

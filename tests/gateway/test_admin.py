@@ -12,6 +12,7 @@ from gateway.admin_views import PoolAnswer
 from gateway.audit import Audit
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.decisions import DecisionLog, DecisionRecord, Outcome
+from gateway.drains import Drains
 from gateway.errors import InvalidRequest
 from gateway.index_view import IndexAnswer, SnapshotView, index_entries
 from gateway.policy_versions import PolicyVersions
@@ -74,6 +75,7 @@ class Gateway:
             settings=settings or Settings(),
             fleet=self.fleet,
             loads=self.ledger,
+            drains=Drains(None),
             explainer=self.explained,
             decisions=self.decisions,
             audit=Audit(),

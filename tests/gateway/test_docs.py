@@ -20,7 +20,7 @@ DOCS = {file.name: file.read_text("utf-8") for file in [PROJECT / "README.md", *
 def test_the_admin_routes() -> None:
     nothing: Any = None
     fleet = Fleet()
-    app = build_admin(AdminParts(Settings(), fleet, Ledger(), *[nothing] * 8))
+    app = build_admin(AdminParts(Settings(), fleet, Ledger(), *[nothing] * 9))
     routes = {
         f"`{method.upper()} {path}`" for path, item in app.openapi()["paths"].items() for method in item
     }

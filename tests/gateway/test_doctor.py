@@ -19,6 +19,7 @@ from gateway.audit import Audit
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.decisions import DecisionLog, DecisionRecord
 from gateway.doctor import Finding, examine
+from gateway.drains import Drains
 from gateway.explanation import as_text, refusal
 from gateway.index_view import IndexAnswer, IndexEntry, SnapshotView
 from gateway.policy_versions import PolicyVersions
@@ -117,6 +118,7 @@ class Site:
             settings=Settings(),
             fleet=self.fleet,
             loads=Ledger(),
+            drains=Drains(None),
             explainer=self.explained,
             decisions=DecisionLog(),
             audit=Audit(),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import Front
 
-from peer import Connection, Received
+from peer import ADMIN, Connection, Received
 from pool_rig import PORTS, PoolRig, explained, pool_rig, pool_view
 from tests.store.test_dead_segments import Store, ended, met
 
@@ -154,3 +154,51 @@ async def test_a_pull_that_failed_costs_its_segment_the_credit(rig: PoolRig, pee
     assert await in_pool(other) == {5 * 32}
     failing = [each["name"] for each in (await pool_view(gate))["segments"] if each["failing"]]
     assert failing == [rig.segments[0]]
+
+
+@pytest.fixture
+def own_rig(tmp_path: Path) -> Iterator[PoolRig]:
+    with pool_rig(tmp_path) as rig:
+        yield rig
+
+
+async def test_a_drained_worker_gets_no_turns_and_hands_its_blocks_on(own_rig: PoolRig, peers, front) -> None:
+    one, two = await peers(say_ok), await peers(say_ok)
+    own_rig.serve(one)
+    own_rig.serve(two)
+    gate = await front(one, two, env=own_rig.env(one, two))
+    body = own_rig.body("drained")
+    own_rig.stores[0].put(own_rig.prompt(body).chain.digests[:5])
+    leaving, staying = f"127.0.0.1:{one.port}", f"127.0.0.1:{two.port}"
+
+    async def ask(method: str, **more: Any) -> dict[str, Any]:
+        url = f"{gate.url}/admin/v1/workers/{leaving}"
+        async with gate.client.request(method, url, headers=ADMIN, **more) as answer:
+            assert answer.status == 200, await answer.text()
+            return await answer.json()
+
+    assert (await explained(gate, body))[leaving]["own_segment_tokens"] == 5 * 32
+    assert (await ask("GET"))["drain"] is None
+    view = await ask("PATCH", json={"drain": True})
+    assert view["cordoned"]
+    async with asyncio.timeout(30):
+        while view["drain"]["status"] != "SUCCEEDED":
+            await asyncio.sleep(0.05)
+            view = await ask("GET")
+    assert (view["drain"]["moved"], view["drain"]["failed"]) == (5, 0)
+    async with asyncio.timeout(30):
+        while (await explained(gate, body))[staying]["own_segment_tokens"] != 5 * 32:
+            await asyncio.sleep(0.05)
+    assert (await explained(gate, body))[leaving]["excluded"] == "cordoned"
+    assert not (await ask("PATCH", json={"drain": False}))["cordoned"]
+
+
+async def test_a_worker_without_a_pool_cannot_be_drained_and_stays_as_it_is(peers, front) -> None:
+    peer = await peers(say_ok)
+    gate = await front(peer)
+    url = f"{gate.url}/admin/v1/workers/127.0.0.1:{peer.port}"
+    async with gate.client.patch(url, headers=ADMIN, json={"drain": True}) as answer:
+        assert answer.status == 409
+        assert "there is no pool" in (await answer.json())["error"]["message"]
+    async with gate.client.get(url, headers=ADMIN) as answer:
+        assert not (await answer.json())["cordoned"]
