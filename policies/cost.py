@@ -15,6 +15,8 @@ TERMS = PREDICTED + PRICES
 FOREIGN_TOKENS = 1024
 # vLLM's default --max-num-batched-tokens: a prompt is computed in so many steps, each shared with decodes.
 STEP_TOKENS = 8192
+# A turn is held up when it is so much later than expected; less is the network, or a rate not yet learned.
+LATE_S = 1.0
 # How much a second of work that a target did lately counts, as a share of one that is still ahead.
 RECENT_WEIGHT = 0.1
 
@@ -78,7 +80,7 @@ def queued_seconds(c: Candidate) -> float:
     # of decoding turns, a stalled engine) is taken to last as long again.
     done = c.head_tokens * rates.prefill_s
     late = c.head_s - done - rates.first_s
-    return seconds + late if late > 0 else seconds - (done if done < c.head_s else c.head_s)
+    return seconds + late if late > LATE_S else seconds - (done if done < c.head_s else c.head_s)
 
 
 def _again(turn: Turn, c: Candidate, added: int) -> float:
