@@ -129,7 +129,9 @@ def up(
     ] = None,
     mooncake_http_port: Annotated[int, typer.Option(help="Admin port of that master.")] = 9003,
     host: Annotated[str, typer.Option(help="Address the gateway listens on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the gateway; the workers take those above.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port of the gateway; the workers take those above.")
+    ] = 8000,
     worker_arg: Annotated[
         list[str] | None, typer.Option(help="Further word for the workers; repeatable.")
     ] = None,

@@ -44,8 +44,16 @@ def for_worker(headers: Headers, *, api_key: str, request_id: str, rank: int | N
     return lines
 
 
-def for_client(headers: Headers, own: Headers) -> Headers:
-    """The worker's header lines as the client may see them, with the gateway's own added."""
+def for_client(headers: Headers, own: Headers, worker_url: str) -> Headers:
+    """The worker's header lines as the client may see them, with the gateway's own added.
+
+    A redirect to the worker itself leads to the same path here: past the gateway it would charge nobody, and
+    take the client's key along.
+    """
     dropped = _NOT_FOR_CLIENTS | _connection_named(headers)
     lines = [(n, value) for n, value in headers if n not in dropped and not n.startswith(_OWN_PREFIX)]
+    there = worker_url.encode()
+    for i, (name, value) in enumerate(lines):
+        if name == b"location" and value.startswith(there + b"/"):
+            lines[i] = name, value.removeprefix(there)
     return lines + own

@@ -27,7 +27,10 @@ _BUDGET_S = 5.0
 
 
 # Reasons that hold wherever the prompt is rendered.
-_FINAL = frozenset(("invalid", "hash_seed_unknown"))
+_FINAL = frozenset(("invalid", "hash_seed_unknown", "too_long"))
+# Text rarely has more characters a token (source code 3 to 5, long runs of one sign more): a prompt beyond
+# that for every token the model takes would be refused, after seconds and gigabytes of tokenizing.
+_CHARACTERS_A_TOKEN = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +198,8 @@ class ModelPrompts:
         if kind == "local" or (kind == "auto" and not self.parity.differs(card.id, parsed.api)):
             source = self.source(worker, card)
             try:
-                return await source.prompt(request, scheme, lora=lora, most=len(body))
+                limit = card.max_model_len * _CHARACTERS_A_TOKEN
+                return await source.prompt(request, scheme, lora=lora, most=len(body), limit=limit)
             except Unrenderable as why:
                 has_media = why.reason == "multimodal"
                 if not has_media and (kind == "local" or why.reason in _FINAL):

@@ -83,12 +83,14 @@ class RunningGateway:
             raise RemoteError(f"no gateway answers at {self.url} ({type(error).__name__})", _WHERE) from None
         if answer.is_success or answer.status_code == accept:
             return answer
-        fix = {401: _TOKEN, 404: _WHERE}.get(answer.status_code, "")
-        raise RemoteError(f"{path} answered {answer.status_code}: {_message(answer)}", fix)
+        said = _message(answer)
+        fix = _TOKEN if answer.status_code == 401 else _WHERE if said is None else ""
+        raise RemoteError(f"{path} answered {answer.status_code}: {said or answer.reason_phrase}", fix)
 
 
-def _message(answer: httpx.Response) -> str:
+def _message(answer: httpx.Response) -> str | None:
+    """What a gateway says of its error; None where something else answered."""
     try:
         return str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return answer.reason_phrase
+        return None

@@ -295,7 +295,7 @@ class TurnApp:
         stream = response.status == 200 and is_event_stream(response.headers)
         makes = response.status == 200 and exchange.path == stored.PATH
         learner = self._stored.learner(worker.name) if makes else None
-        head = for_client(response.headers, self._own_headers(turn, placement))
+        head = for_client(response.headers, self._own_headers(turn, placement), placement.target.worker.url)
         if exchange.started and not (stream and _is_plain(response.headers)):
             # An earlier worker's stream was begun and came to nothing; this is none that could go on from it.
             raise _as_api_error(UpstreamError(str(response.status)))

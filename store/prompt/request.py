@@ -24,6 +24,7 @@ Reason: TypeAlias = Literal[
     "developer_tools",  # tools inside a developer message, for a template that reads them
     "truncate_to_model_length",  # truncate_prompt_tokens -1 needs the worker's max_model_len
     "tokenizer_unavailable",  # nothing loadable at this path
+    "too_long",  # far beyond what the model takes: not worth tokenizing
     "tokenizer_unsupported",  # the engine renders this model in a way of its own, or at random
     "hash_seed_unknown",  # xxhash without a fixed seed
 ]

@@ -24,7 +24,7 @@ from store.prompt.request import (
 )
 
 if TYPE_CHECKING:
-    from store.prompt.local import LocalPrompts
+    from store.prompt.local import LocalPrompts, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +75,12 @@ class PromptSource:
         *,
         lora: tuple[str, str] | None = None,
         most: int | None = None,
+        limit: int = 0,
     ) -> Prompt:
         """Tokens and chain of `request`; waits for the tokenizer if it is loading.
 
         most: more characters than it has for sure, where that is known (bytes of its JSON).
+        limit: characters that are worth tokenizing, 0 for any number; Unrenderable "too_long" beyond.
         Raises Unrenderable: also, without another attempt, for `retry_delay_s` after a load that failed.
         """
         local = self._local or await self._load()
@@ -88,8 +90,10 @@ class PromptSource:
             threading.Thread(target=local.hasten, name="fast encoder", daemon=True).start()
         loop = asyncio.get_running_loop()
         if (most is None or most > _LONG) and _characters(request) > _LONG:
-            return await loop.run_in_executor(self._threads, lambda: local.prompt(request, scheme, lora=lora))
-        plan = local.plan(request, scheme, lora=lora)
+            return await loop.run_in_executor(
+                self._threads, lambda: local.finish(_bounded(local.plan(request, scheme, lora=lora), limit))
+            )
+        plan = _bounded(local.plan(request, scheme, lora=lora), limit)
         if plan.missing <= _SHORT:
             return local.finish(plan)
         return await loop.run_in_executor(self._threads, local.finish, plan)
@@ -142,6 +146,13 @@ class PromptSource:
             self._loading = None
         self._local, self._failed = local, None
         return local
+
+
+def _bounded(plan: Plan, limit: int) -> Plan:
+    """Raises Unrenderable for one with more than `limit` characters to tokenize, all of which count."""
+    if limit and plan.missing > limit and plan.request.truncate_prompt_tokens is None:
+        raise Unrenderable("too_long")
+    return plan
 
 
 def _load_local(tokenizer: str, cache_bytes: int) -> LocalPrompts:

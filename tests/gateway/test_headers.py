@@ -1,5 +1,7 @@
 """Which header lines cross the gateway."""
 
+import pytest
+
 from gateway.headers import for_client, for_worker
 
 
@@ -29,7 +31,9 @@ def test_hop_by_hop_and_connection_named_lines_stay_on_their_hop() -> None:
         (b"x-request-id", b"r1"),
     ]
     back = for_client(
-        [(b"connection", b"close, x-hop"), (b"x-hop", b"1"), (b"set-cookie", b"a"), (b"set-cookie", b"b")], []
+        [(b"connection", b"close, x-hop"), (b"x-hop", b"1"), (b"set-cookie", b"a"), (b"set-cookie", b"b")],
+        [],
+        "http://w:1",
     )
     assert back == [(b"set-cookie", b"a"), (b"set-cookie", b"b")]
 
@@ -51,5 +55,18 @@ def test_b070_clients_can_not_choose_the_worker_or_the_rank() -> None:
 
 
 def test_the_gateways_own_lines_replace_the_workers() -> None:
-    back = for_client([(b"x-request-id", b"theirs"), (b"server", b"uvicorn")], [(b"x-request-id", b"ours")])
+    given = [(b"x-request-id", b"theirs"), (b"server", b"uvicorn")]
+    back = for_client(given, [(b"x-request-id", b"ours")], "http://w:1")
     assert back == [(b"x-request-id", b"ours")]
+
+
+@pytest.mark.parametrize(
+    ("location", "told"),
+    [
+        (b"http://w:1/v1/models?a=1", b"/v1/models?a=1"),
+        (b"/v1/models", b"/v1/models"),
+        (b"http://w:11/v1", b"http://w:11/v1"),
+    ],
+)
+def test_a_redirect_to_the_worker_leads_back_to_the_gateway(location: bytes, told: bytes) -> None:
+    assert for_client([(b"location", location)], [], "http://w:1") == [(b"location", told)]

@@ -77,3 +77,23 @@ async def test_b056_a_tokenizer_that_cannot_be_loaded_here(
     async with gate.client.get(f"{gate.url}/ready") as answer:
         reasons = (await answer.json())["reasons"]
     assert any(f"prompts of m are made {made}: " in reason for reason in reasons)
+
+
+async def test_a_prompt_far_beyond_the_models_length_is_not_tokenized(peers, front, tmp_path: Path) -> None:
+    """Its worker will refuse it; tokenizing it first took seconds and gigabytes."""
+    peer = await peers(Renders())
+    root = make_tiny_model(tmp_path / "tiny")
+    card = {"id": "m", "root": str(root), "max_model_len": 1000}
+    peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [card]}).encode()
+    peer.pages["/metrics"] = METRICS
+    gate = await front(peer)
+    found: list[tuple[bool, str]] = []
+    for words in (100, 40_000):
+        content = "word " * words
+        body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+        async with gate.client.post(f"{gate.url}/admin/v1/explain", json=body, headers=ADMIN) as answer:
+            view = await answer.json()
+            found.append((view["prompt_tokens"] > 0, view["unrenderable"]))
+        async with gate.client.post(gate.url + CHAT, json=body) as answer:
+            assert answer.status == 200
+    assert found == [(True, ""), (False, "too_long")]

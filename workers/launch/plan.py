@@ -87,6 +87,11 @@ class Plan:
             pool = None
         return cls(fleet, model, worker_ports, pool, pool_http_port, directory, logs, cache)
 
+    @property
+    def policy_file(self) -> Path:
+        """Where policies set through the admin API outlive the run; another fleet's is another port's."""
+        return self.fleet.directory.resolve() / "state" / str(self.fleet.port) / "policy.json"
+
     def master(self) -> Supervised:
         """The fleet's own Mooncake master."""
         if self.pool is None:
@@ -113,6 +118,9 @@ class Plan:
             "MOONGATE_ADMIN__TOKEN": token,
             "MOONGATE_MOONCAKE__HTTP_PORT": str(self.pool_http_port),
             "MOONGATE_ROUTING__HEADERS": "debug",
+            # Workers end with the gateway: there is nothing to remember of them.
+            "MOONGATE_INDEX__SNAPSHOT_PATH": "",
+            "MOONGATE_ROUTING__POLICY_PATH": str(self.policy_file),
             "MOONGATE_TIMEOUTS__DRAIN_DELAY_S": "0",  # nobody balances load to it
             "MOONGATE_TIMEOUTS__DRAIN_S": str(self.fleet.drain_s),
         }
