@@ -15,6 +15,7 @@ from gateway.audit import Audit
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.bodies import Bodies
 from gateway.breaks import PrefixBreaks
+from gateway.decision_file import DecisionFile
 from gateway.decisions import DecisionLog
 from gateway.drains import Drains
 from gateway.eligibility import Room
@@ -75,7 +76,6 @@ class Gateway:
             breaker=BreakerOptions(settings.workers.breaker_failures, settings.workers.breaker_open_s),
             ramp_s=settings.workers.ramp_s,
         )
-        self.decisions = DecisionLog()
         self.pool = (
             PoolView(
                 mooncake.master,
@@ -87,6 +87,12 @@ class Gateway:
             else None
         )
         self.metrics = Metrics(self._snapshot, serves=self.fleet.serves, knows_worker=self.fleet.knows)
+        self.decision_file = DecisionFile(
+            settings.routing.decision_log_path,
+            settings.routing.decision_log_bytes,
+            self.metrics.decisions_not_written,
+        )
+        self.decisions = DecisionLog(keep=self.decision_file.add)
         self.knowledge = Knowledge(
             on_pool_stored=self.pool.announced if self.pool else None,
             max_bytes=settings.index.memory_bytes or None,
@@ -233,6 +239,8 @@ class Gateway:
         """Bring everything up; `running` ends it in reverse order, probes before what they feed."""
         # Takes most of a second: now, or while the first turn waits.
         await asyncio.to_thread(import_module, "store.prompt.local")
+        await self.decision_file.start()
+        running.push_async_callback(self.decision_file.close)
         await self.transport.start()
         running.push_async_callback(self.transport.close)
         running.push_async_callback(self.prompts.close)

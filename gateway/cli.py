@@ -312,7 +312,15 @@ def doctor(url: UrlOption = None, admin_token: TokenOption = None, config: Confi
 
 @app.command()
 def replay(
-    file: Annotated[str, typer.Argument(help="Trace (JSON lines, also gzipped), or the word: scaling.")],
+    context: typer.Context,
+    file: Annotated[
+        str,
+        typer.Argument(help="Trace (JSON lines, also gzipped), or the word: scaling.", show_default=False),
+    ] = "",
+    decisions: Annotated[
+        Path | None,
+        typer.Option(help="Recorded decision log instead of a trace; with --policy and --option only."),
+    ] = None,
     trace_format: Annotated[
         Literal["claude_code", "codex_like", "mooncake", "aiperf"],
         typer.Option("--format", help="What the file is; of no account for scaling."),
@@ -343,11 +351,28 @@ def replay(
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with curves to this file.")] = None,
 ) -> None:
-    """Play a trace against simulated instances, policies side by side."""
-    from replay.command import ReplayError
+    """Play a trace against simulated instances, policies side by side, or decide a decision log again.
+
+    With --decisions it ends with 1 if anything comes out otherwise than it was recorded.
+    """
+    from replay.command import ReplayError, replay_decisions
     from replay.command import replay as run_replay
     from replay.experiment import Experiment
 
+    if decisions is not None:
+        taken = {"decisions", "policy", "option"}
+        given = [
+            p.opts[0] for p in context.command.params if p.name not in taken and _is_given(context, p.name)
+        ]
+        if given:
+            _fail(f"--decisions can't go with {', '.join(given)}")
+        try:
+            equal = replay_decisions(decisions, policies=policy or (), options=option or ())
+        except ReplayError as error:
+            _fail(str(error))
+        raise typer.Exit(0 if equal else 1)
+    if not file:
+        _fail("replay needs a trace, or --decisions with a decision log")
     experiment = Experiment(
         file=file,
         format=trace_format,
@@ -369,6 +394,11 @@ def replay(
         run_replay(experiment, figures=figures or (), options=option or (), json=json, page=html)
     except ReplayError as error:
         _fail(str(error))
+
+
+def _is_given(context: typer.Context, name: str | None) -> bool:
+    source = context.get_parameter_source(name or "")
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def running(url: str | None, admin_token: str | None, config: Path | None) -> Any:

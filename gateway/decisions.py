@@ -1,11 +1,12 @@
 """The last decisions and how they turned out: a bounded ring."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.divergence import PrefixReport
-from policies.plan import NO_FACTS, Facts
+from policies.plan import NO_FACTS, Facts, Plan
 from policies.types import Decision, Turn
 
 OutcomeKind = Literal["ok", "error", "cancelled"]
@@ -32,7 +33,7 @@ class DecisionRecord:
 
     unrenderable: why the prompt's tokens could not be computed, "" if they could.
     prefix: where the prompt leaves its session's last one; None if it doesn't.
-    turn, facts: what was decided on, besides the decision's candidates.
+    turn, facts: what was decided on, besides the decision's candidates. plan: what decided.
     The policy's Decision is kept as it is; turning it into text is left to whoever reads the record.
     """
 
@@ -49,6 +50,7 @@ class DecisionRecord:
     prefix: PrefixReport | None = None
     turn: Turn | None = None
     facts: Facts = NO_FACTS
+    plan: Plan | None = None
 
     @property
     def predicted_cached_tokens(self) -> int:
@@ -57,11 +59,15 @@ class DecisionRecord:
 
 
 class DecisionLog:
-    """The newest `capacity` decisions by request id; a repeated id replaces the older record."""
+    """The newest `capacity` decisions by request id; a repeated id replaces the older record.
 
-    def __init__(self, capacity: int = 1000) -> None:
+    keep: is given each, and must return at once.
+    """
+
+    def __init__(self, capacity: int = 1000, keep: Callable[[DecisionRecord], None] = lambda _: None) -> None:
         assert capacity > 0
         self._capacity = capacity
+        self._keep = keep
         self._records: OrderedDict[str, DecisionRecord] = OrderedDict()
 
     def __len__(self) -> int:
@@ -72,6 +78,7 @@ class DecisionLog:
         self._records.move_to_end(record.request_id)
         if len(self._records) > self._capacity:
             self._records.popitem(last=False)
+        self._keep(record)
 
     def finish(self, record: DecisionRecord, outcome: Outcome) -> None:
         """Fill in how `record` ended, still in the ring or not. Once per record."""

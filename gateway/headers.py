@@ -18,6 +18,8 @@ _PLACEMENT = frozenset(
     b"x-decoder-host-port x-gateway-destination-endpoint x-smg-target-worker x-smg-routing-key "
     b"target-pod".split()
 )
+# What clients show to be let in, as rules of the policy name headers.
+CREDENTIALS = frozenset("authorization proxy-authorization x-api-key api-key cookie".split())
 _OWN_PREFIX = b"x-moongate-"
 _NOT_FOR_CLIENTS = _HOP_BY_HOP | frozenset((b"x-request-id", b"server", b"date"))
 

@@ -135,6 +135,9 @@ class Metrics:
         self._prefix_reports_dropped = counter(
             "prefix_reports_dropped", "Departing prompts not looked into: too many at once."
         )
+        self._decisions_not_written = counter(
+            "decision_log_dropped", "Decisions that are not in the decision log's file."
+        )
         self._overloads = counter("overloaded", "Turns turned away for want of room.")
         self._by_worker = (self._kv_events, self._upstream_errors, self._mispredicted)
         # Made once: they are on every turn's way, and show as 0 from the start.
@@ -153,6 +156,10 @@ class Metrics:
         labels = self._word("policy", policy), self._word("action", action), self._word("reason", reason)
         self._decisions.labels(*labels).inc()
         self._decision_seconds.observe(seconds)
+
+    @_harmless
+    def decisions_not_written(self, count: int) -> None:
+        self._decisions_not_written.inc(count)
 
     @_harmless
     def prompt_tokens(self, *, local: int, pool: int, computed: int) -> None:

@@ -117,6 +117,7 @@ class Placement:
     chosen: Candidate
     lease: Charge
     turn: Turn
+    plan: Plan
 
 
 class Draws(Protocol):
@@ -265,7 +266,8 @@ class Router:
             raise self._overloaded(size)
         turn = sight.turn(self._number)
         candidates = self.candidates(sight, failed)
-        decision = self.plan.decide(turn, candidates, sight.facts)
+        plan = self.plan
+        decision = plan.decide(turn, candidates, sight.facts)
         chosen = decision.chosen
         if decision.target is None or chosen is None:
             if any(candidate.excluded == "full" for candidate in decision.candidates):
@@ -286,7 +288,7 @@ class Router:
         self._number += 1
         if self.shadow is not None:
             self.shadow.observe(turn, candidates, sight.facts, decision)
-        return Placement(decision, target, chosen, Charge(lease, ticket), turn)
+        return Placement(decision, target, chosen, Charge(lease, ticket), turn, plan)
 
     def _overloaded(self, prompt_tokens: int) -> Overloaded:
         wait_s = self._fleet.leases.wait_s(turns=1, tokens=prompt_tokens)

@@ -173,6 +173,20 @@ class Routing(Section, frozen=True):
             "history; empty: they don't."
         ),
     ] = ".moongate/policy.json"
+    decision_log_path: Annotated[
+        str,
+        Meta(
+            description="File that gets a JSON line for each decision, for `moongate replay --decisions`; "
+            "empty: none. Holds no prompts and no keys."
+        ),
+    ] = ""
+    decision_log_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 16,
+            description="Size at which that file is put aside, as `.1` in place of the one before.",
+        ),
+    ] = 256 << 20
 
 
 class Index(Section, frozen=True):

@@ -390,6 +390,7 @@ class TurnApp:
             prefix=turn.prefix,
             turn=placement.turn,
             facts=sight.facts,
+            plan=placement.plan,
         )
         self._decisions.add(turn.record)
         seconds = time.perf_counter() - turn.started

@@ -9,8 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from policies.document import BadDocument, read
+from policies.plan import Plan
 from policies.registry import BadPolicyOptions, BrokenPolicy, UnknownPolicy
 from replay import report
+from replay.decisions import BadDecisions, as_text, decide_again
 from replay.experiment import BadExperiment, Experiment, run
 from replay.profile import BadProfile
 from replay.traces.types import BadTrace
@@ -57,6 +60,21 @@ def replay(
         raise ReplayError(f"{wrong.filename}: {wrong.strerror}") from None
 
 
+def replay_decisions(file: Path, *, policies: Sequence[str] = (), options: Sequence[str] = ()) -> bool:
+    """Decides a recorded log again and prints what came out. Returns whether all was equal.
+
+    policies, options: others that are tried on it; as for `replay`. Raises ReplayError.
+    """
+    given = _options(options, policies)
+    try:
+        documents = {name: read({"policy": name, "options": given.get(name, {})}) for name in policies}
+        found = decide_again(file, {name: Plan(document) for name, document in documents.items()})
+    except (BadDocument, BadDecisions) as wrong:
+        raise ReplayError(str(wrong)) from None
+    print(as_text(found))
+    return found.equal == found.decisions
+
+
 class _Progress:
     """One line on a terminal; nothing where stderr is a file."""
 
@@ -92,8 +110,7 @@ def _options(words: Sequence[str], policies: Sequence[str]) -> Mapping[str, Mapp
         name, _, value = word.partition("=")
         policy, _, option = name.rpartition(".")
         if policy not in policies or not option:
-            raise ReplayError(
-                f"--option takes POLICY.OPTION=VALUE for one of {', '.join(policies)}, not {word!r}"
-            )
+            known = ", ".join(policies) or "the policies given"
+            raise ReplayError(f"--option takes POLICY.OPTION=VALUE for one of {known}, not {word!r}")
         found.setdefault(policy, {})[option] = value
     return found
