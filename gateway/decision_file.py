@@ -144,6 +144,8 @@ def _whole(path: Path) -> int:
 
 def _append(path: Path, lines: Sequence[bytes]) -> int:
     """All of them or none."""
+    if not lines:
+        return 0
     content = b"".join(lines)
     with path.open("ab", buffering=0) as file:
         before = file.tell()

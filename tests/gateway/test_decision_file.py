@@ -106,6 +106,17 @@ async def test_a_log_of_live_turns_is_decided_alike_and_tried_on_others(
     assert "the first that is not is in line 13" in out
 
 
+async def test_a_gateway_without_turns_ends_at_once_and_leaves_no_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = DecisionFile(str(tmp_path / "log"), 1 << 20, lambda _: None)
+    await file.start()
+    await asyncio.sleep(0)  # its task waits for a first decision
+    await file.close()
+    assert not caplog.records
+    assert os.listdir(tmp_path) == []
+
+
 async def test_a_full_file_is_put_aside_for_one_predecessor(tmp_path: Path) -> None:
     path = tmp_path / "log"
     await written(path, record("r00"))
