@@ -242,7 +242,8 @@ async def test_an_interrupted_make_ends_the_fleet_too(launch: Launch, tmp_path: 
     ]
     (tmp_path / "Makefile").write_text(f"up:\n\t@exec setpriv --pdeathsig TERM {shlex.join(command)}\n")
     make = await asyncio.create_subprocess_exec(
-        *("make", "-f", str(tmp_path / "Makefile"), "up"),
+        # Whatever started the tests in the background made them ignore SIGINT, and make would, too.
+        *("env", "--default-signal=INT", "make", "-f", str(tmp_path / "Makefile"), "up"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
