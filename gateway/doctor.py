@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import httpx
 
+from gateway.parity import shown
 from gateway.remote import RemoteError, RunningGateway
 
 Result = Literal["ok", "fail", "skip"]
@@ -156,10 +157,8 @@ def _prompts(models: list[dict[str, Any]]) -> Iterator[Finding]:
         model = view["model"]
         check = f"prompts of {model}"
         for found in view["differences"]:
-            ours, theirs = (
-                f"{found[token]} {found[text]!r}" if found[token] >= 0 else "the end"
-                for token, text in (("ours", "our_text"), ("theirs", "their_text"))
-            )
+            ours = shown(found["ours"], found["our_text"])
+            theirs = shown(found["theirs"], found["their_text"])
             detail = f"{found['api']}: token {found['position']} is {ours}, on {found['worker']} {theirs}"
             fix = f'[models."{model}"] tokenizer must be the worker\'s own; until then workers render them'
             yield Finding(check, "fail", detail, fix)

@@ -43,12 +43,13 @@ class Difference:
     def __str__(self) -> str:
         return (
             f"prompts of {self.model} ({self.api}) made here differ from those of {self.worker}: "
-            f"token {self.position} is {_shown(self.ours, self.our_text)}, "
-            f"there {_shown(self.theirs, self.their_text)}"
+            f"token {self.position} is {shown(self.ours, self.our_text)}, "
+            f"there {shown(self.theirs, self.their_text)}"
         )
 
 
-def _shown(token: int, text: str) -> str:
+def shown(token: int, text: str) -> str:
+    """A token of a difference as people read it."""
     return "the end" if token < 0 else f"{token} {text!r}"
 
 

@@ -1,16 +1,18 @@
 """Turns with images: placed by what is known of their prompts, forwarded as they came."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from announcing import announce_from
 from gateway.api import parse
 from gateway.rendering import NotRendered, WorkerRenderer
 from peer import Connection, Peer, Received
 from store.hashing import HashScheme, Media, chain
-from tests.store.kv_publisher import Publisher, free_port, publishing, stored
+from tests.store.kv_publisher import Publisher, publishing, stored
 from workers.launch.tiny_model import make_tiny_model
 
 CHAT = "/v1/chat/completions"
@@ -98,20 +100,11 @@ async def test_b018_of_two_images_in_one_text_only_what_is_before_them_is_shared
 
 
 async def test_a_known_beginning_may_be_held_whole_and_its_turn_goes_on_as_it_came(
-    peers, front, model: str
+    peers, front, tmp_path: Path
 ) -> None:
     renders = Renders(enabled=False)
     peer = await peers(renders)
-    introduce(peer, model)
-    live, replay = free_port(), free_port()
-    source = {
-        "publisher": "zmq",
-        "enable_kv_cache_events": True,
-        "endpoint": f"tcp://127.0.0.1:{live}",
-        "replay_endpoint": f"tcp://127.0.0.1:{replay}",
-        "topic": "",
-    }
-    peer.pages["/kv_event_sources"] = json.dumps({"0": source}).encode()
+    live, replay, _ = announce_from(peer, tmp_path / "tiny")
     with publishing(lambda: Publisher(live, replay)) as publisher:
         gate = await front(
             peer, env={"MOONGATE_ROUTING__HEADERS": "debug", "MOONGATE_PROMPT__SOURCE": "auto"}
