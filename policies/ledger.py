@@ -155,9 +155,12 @@ class _Book:
 
     def coming(self, keys: Sequence[int]) -> int:
         """Leading blocks of `keys` that turns queued here will compute."""
-        most = 0
+        most, length = 0, len(keys)
         for ticket in reversed(self.queued):
-            most = max(most, _shared(ticket.keys, keys))
+            theirs = ticket.keys
+            # Most share a head and no more: one key tells that a chain is equal no farther than those before.
+            if most < length and most < len(theirs) and theirs[most] == keys[most]:
+                most = _shared(theirs, keys)
         return most
 
     def load(self, now: float) -> Load:

@@ -34,6 +34,7 @@ _HALF_LIFE_S: Final = 900.0
 _LEAST, _MOST = 1e-3, 1e4
 # How far what is believed may be off: by 5 times what was believed at first.
 _PRIOR: Final = 1 / 5**2
+_PRIOR_OF_EACH: Final = np.eye(_N) * _PRIOR
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
@@ -166,18 +167,16 @@ class Learner:
 
     def _fit(self, pull: "np.ndarray[Any, Any]") -> None:
         """Least squares without negative rates: one that would be is taken for nothing."""
-        information = self._known + np.eye(_N) * _PRIOR
+        information = self._known + _PRIOR_OF_EACH
         # Drawn to the last estimate, not to the first belief: else every sample would draw it back.
         target = pull + _PRIOR * self._theta
-        free = np.ones(_N, dtype=bool)
-        theta = np.zeros(_N)
-        while free.any():
-            theta[:] = 0.0
-            theta[free] = np.linalg.solve(information[np.ix_(free, free)], target[free])
-            negative = free & (theta < 0)
-            if not negative.any():
-                break
-            free &= ~negative
+        theta = np.linalg.solve(information, target)
+        free = theta >= 0
+        while not (theta >= 0).all():
+            theta = np.zeros(_N)
+            if free.any():
+                theta[free] = np.linalg.solve(information[np.ix_(free, free)], target[free])
+            free &= theta >= 0
         theta = np.minimum(theta, _MOST)
         theta[0] = max(theta[0], _LEAST)
         self._theta = theta

@@ -94,11 +94,12 @@ class PolicyChooser:
             f"s{job.session}",
             chain[head - 1] if head else 0,
         )
-        decision = self._policy(turn, self._candidates(chain, limit, now))
+        keys = chain[: limit + 1]
+        decision = self._policy(turn, self._candidates(chain, keys, limit, now))
         chosen = decision.chosen
         assert chosen is not None
         self._number += 1
-        self._tickets[job] = self._ledger.sent(turn, chosen, now, keys=chain[: limit + 1])
+        self._tickets[job] = self._ledger.sent(turn, chosen, now, keys=keys)
         return int(chosen.target[1:])
 
     def _report(self) -> list[_Report]:
@@ -111,16 +112,16 @@ class PolicyChooser:
             found.append(_Report(engine.waiting, engine.running, full))
         return found
 
-    def _candidates(self, chain: Pieces, limit: int, now: float) -> list[Candidate]:
+    def _candidates(self, chain: Pieces, keys: Sequence[int], limit: int, now: float) -> list[Candidate]:
         size, ledger = self._size, self._ledger
-        local = self._index.match(chain, limit=limit)
+        local = self._index.match(keys, limit=limit)
         pool = self._pool.prefix(chain, limit) if self._pool is not None else 0
         owned = self._owned(chain, pool)
         found: list[Candidate] = []
         for number, (name, report) in enumerate(zip(self._names, self._reports, strict=True)):
             held = local.get(name, 0)
             load = ledger.load(name, now)
-            coming = min(limit, ledger.coming(name, chain)) if load.queued_turns else 0
+            coming = min(limit, ledger.coming(name, keys)) if load.queued_turns else 0
             found.append(
                 Candidate(
                     name,

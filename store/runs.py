@@ -139,7 +139,7 @@ class Run:
 
 
 def pack(keys: Sequence[int]) -> bytes:
-    return array("Q", keys).tobytes()
+    return keys.tobytes() if isinstance(keys, array) else array("Q", keys).tobytes()
 
 
 def leading(bits: int) -> int:

@@ -13,6 +13,7 @@ A turn therefore costs its new blocks and a few runs, not the blocks of its cont
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
@@ -33,10 +34,10 @@ class Run:
     """Blocks `start` to `end - 1` of `chain`. `before` holds the block at `start - 1`.
 
     Every user of a run also uses all runs before it. `sealed`: someone else has used it, so that the one who
-    computed it may not extend it any more.
+    computed it may not extend it any more. `twin`: the next run that begins with the same key.
     """
 
-    __slots__ = ("before", "chain", "children", "end", "newer", "older", "sealed", "start", "users")
+    __slots__ = ("before", "chain", "children", "end", "newer", "older", "sealed", "start", "twin", "users")
 
     def __init__(self, chain: Keys, start: int, end: int, before: Run | None) -> None:
         self.chain = chain
@@ -46,6 +47,7 @@ class Run:
         self.users = 0
         self.children = 0
         self.sealed = False
+        self.twin: Run | None = None
         self.older: Run = self
         self.newer: Run = self
 
@@ -69,41 +71,26 @@ class Held:
 
 
 class BlockCache:
-    """`capacity` blocks. As in vLLM several may hold the same key: those computed at the same time."""
+    """`capacity` blocks. As in vLLM several may hold the same key: those computed at the same time.
+
+    Runs are found by their first keys alone, one after the other along a chain: whoever holds a run holds
+    all that is before it, so what lies within it needs no entry of its own.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity: Final = capacity
         self.free = capacity
         self._blank = capacity  # free blocks without content: always taken first, as vLLM puts them in front
-        self._where: dict[Key, Run] = {}
-        self._twins: dict[Key, list[Run]] = {}
+        self._first: dict[Key, Run] = {}  # the oldest of the runs that begin with that key
         self._queue: Final = Run((), 0, 0, None)  # newer than it: the first to go
-
-    def __len__(self) -> int:
-        """Keys that would hit."""
-        return len(self._where)
 
     def hit(self, chain: Keys, limit: int) -> int:
         """How many leading blocks of `chain` are cached, at most `limit`. Changes nothing."""
-        where = self._where
-        # A block never outlives the one before it, so presence along a chain is monotone.
-        low, high = 0, min(limit, len(chain))
-        if not high or chain[0] not in where:
-            return 0
-        if chain[high - 1] in where:
-            return high
-        low = 1
-        while low < high:
-            middle = (low + high) // 2
-            if chain[middle] in where:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return self._walk(chain, limit)[0]
 
     def idle(self, chain: Keys, hit: int) -> int:
         """How many of the `hit` leading blocks are free, that is, would not be any more once used."""
-        count, run, end = 0, self._where[chain[hit - 1]] if hit else None, hit
+        count, (end, run) = 0, self._walk(chain, hit)
         while run is not None and run.users == 0:
             count += end - run.start
             run, end = run.before, run.start
@@ -112,11 +99,29 @@ class BlockCache:
     def use(self, chain: Keys, hit: int) -> Held:
         """Takes the `hit` leading blocks into use; all of them are cached."""
         held = Held()
-        if hit:
-            run = self._where[chain[hit - 1]]
+        _, run = self._walk(chain, hit)
+        if run is not None:
             held.tip = run if run.end == hit else self._split(run, hit)
             self._take_up(held.tip)
         return held
+
+    def _walk(self, chain: Keys, limit: int) -> tuple[int, Run | None]:
+        """How far cached blocks go along `chain`, at most to `limit`, and the run that holds the last one."""
+        limit = min(limit, len(chain))
+        first, best = self._first, 0
+        tip: Run | None = None
+        places = [0] if limit else []
+        for at in places:
+            run = first.get(chain[at])
+            while run is not None:
+                end = run.end
+                reached = _equal(chain, run.chain, at, end if end < limit else limit)
+                if reached > best:
+                    best, tip = reached, run
+                if reached == end < limit and end not in places:
+                    places.append(end)
+                run = run.twin
+        return best, tip
 
     def allocate(self, held: Held, blocks: int) -> list[Evicted]:
         """Gives `held` that many blocks more; no more than are free."""
@@ -148,15 +153,9 @@ class BlockCache:
                 held.tip.children += 1
                 held.tip.sealed = True
             held.tip = run
+            self._enter(run)
         else:
             run.chain, run.end = chain, end
-        where = self._where
-        if chain[start] in where:
-            for key in chain[start:end]:
-                if where.setdefault(key, run) is not run:
-                    self._twins.setdefault(key, []).append(run)
-        else:
-            where.update(dict.fromkeys(chain[start:end], run))
 
     def release(self, held: Held) -> None:
         """Gives all blocks back: those without content to the front of the queue, the rest tail first."""
@@ -181,8 +180,7 @@ class BlockCache:
         """Forgets all content; refused (False) while any block is in use."""
         if self.free != self.capacity:
             return False
-        self._where.clear()
-        self._twins.clear()
+        self._first.clear()
         self._blank = self.capacity
         self._queue.older = self._queue.newer = self._queue
         return True
@@ -199,64 +197,72 @@ class BlockCache:
 
     def _split(self, run: Run, at: int) -> Run:
         """Two runs of one, cut in front of block `at`. Returns the first of them."""
-        if run.users == 0 == run.children and at - run.start > run.end - at:
-            # Nobody refers to this one, so it can become the head: then only the short tail is relabelled.
-            tail = Run(run.chain, at, run.end, run)
-            self._relabel(tail, run, at, run.end)
-            run.end, run.children, tail.sealed = at, 1, True
-            _insert(tail, run.older)
-            return run
         head = Run(run.chain, run.start, at, run.before)
-        self._relabel(head, run, run.start, at)
+        self._replace(run, head)
         head.users, head.children, head.sealed = run.users, 1, True
         run.start, run.before = at, head
+        self._enter(run)
         if run.users == 0:
             _insert(head, run)
         return head
 
     def _joined(self, head: Run, tail: Run) -> Run:
         """One run of two that stand behind one another in the queue and that nobody else refers to."""
-        if head.end - head.start >= tail.end - tail.start:
-            self._relabel(head, tail, tail.start, tail.end)
-            head.chain, head.end, head.children = tail.chain, tail.end, 0
-            _unlink(tail)
-            return head
-        self._relabel(tail, head, head.start, head.end)
-        tail.start, tail.before = head.start, head.before
-        _unlink(head)
-        return tail
-
-    def _relabel(self, new: Run, old: Run, start: int, end: int) -> None:
-        keys = old.chain[start:end]
-        if not self._twins:
-            self._where.update(dict.fromkeys(keys, new))
-            return
-        for key in keys:
-            if self._where[key] is old:
-                self._where[key] = new
-            else:
-                twins = self._twins[key]
-                twins[twins.index(old)] = new
+        self._leave(tail)
+        head.chain, head.end, head.children = tail.chain, tail.end, 0
+        _unlink(tail)
+        return head
 
     def _forget(self, run: Run, blocks: int) -> None:
         """The last `blocks` blocks of a free run lose their content."""
-        where = self._where
-        for key in run.chain[run.end - blocks : run.end]:
-            twins = self._twins.get(key) if self._twins else None
-            if twins is None:
-                del where[key]
-                continue
-            if self._where[key] is run:
-                self._where[key] = twins.pop(0)
-            else:
-                twins.remove(run)
-            if not twins:
-                del self._twins[key]
         run.end -= blocks
         if run.end == run.start:
+            self._leave(run)
             _unlink(run)
             if run.before is not None:
                 run.before.children -= 1
+
+    def _enter(self, run: Run) -> None:
+        """It can be found by its first key, behind those that can already."""
+        run.twin = None
+        last = self._first.setdefault(run.chain[run.start], run)
+        while last is not run and last.twin is not None:
+            last = last.twin
+        if last is not run:
+            last.twin = run
+
+    def _leave(self, run: Run) -> None:
+        key = run.chain[run.start]
+        if self._first[key] is not run:
+            self._before(run, key).twin = run.twin
+        elif run.twin is not None:
+            self._first[key] = run.twin
+        else:
+            del self._first[key]
+
+    def _replace(self, run: Run, other: Run) -> None:
+        """`other` is found in the place of `run`."""
+        key = run.chain[run.start]
+        other.twin = run.twin
+        if self._first[key] is run:
+            self._first[key] = other
+        else:
+            self._before(run, key).twin = other
+
+    def _before(self, run: Run, key: Key) -> Run:
+        """The twin that `run` is the next one of."""
+        other = self._first[key]
+        while other.twin is not run:
+            assert other.twin is not None
+            other = other.twin
+        return other
+
+
+def _equal(one: Keys, other: Keys, start: int, end: int) -> int:
+    """How far two chains are equal, at most to `end`; they are at `start`."""
+    if one is other or one[end - 1] == other[end - 1]:
+        return end
+    return bisect_left(range(start + 1, end), True, key=lambda at: one[at] != other[at]) + start + 1
 
 
 def _insert(run: Run, after: Run) -> None:

@@ -79,6 +79,8 @@ def chain_of(branch: list[int]) -> list[object]:
 
 
 CAPACITY = 40
+# Every chain is a beginning of one of these.
+CHAINS = [chain_of(list(branch)) for branch in itertools.product((0, 1), repeat=6)]
 branches = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 steps = st.lists(
     st.one_of(
@@ -133,13 +135,14 @@ def test_runs_hit_and_evict_as_single_blocks_do(steps: list[tuple[str, object, i
             cache.release(request.held)
             plain.release(request.blocks)
         assert cache.free == len(plain.queue)
-        assert len(cache) == len(plain.where)
+        for chain in CHAINS:
+            assert cache.hit(chain, len(chain)) == plain.hit(chain, len(chain))
     for request in active:
         cache.release(request.held)
         plain.release(request.blocks)
     assert cache.free == CAPACITY
     assert everything(cache) == plain.allocate([], CAPACITY)
-    assert len(cache) == 0
+    assert not any(cache.hit(chain, 1) for chain in CHAINS)
 
 
 @settings(max_examples=500, deadline=None)
@@ -172,7 +175,8 @@ def test_with_twins_what_was_committed_and_not_evicted_hits(steps: list[tuple[st
                 cache.commit(held, chain, end)
         elif active and kind == "end":
             cache.release(active.pop(what % len(active))[1])
-        assert len(cache) == sum(1 for count in there.values() if count)
+        for chain in CHAINS:
+            assert cache.hit(chain, 24) == sum(1 for _ in itertools.takewhile(lambda key: there[key], chain))
     for _, held in active:
         cache.release(held)
     assert cache.free == CAPACITY
