@@ -17,7 +17,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Final, Literal, TypeAlias, overload
 
 import numpy as np
@@ -282,7 +282,7 @@ def _extras(
         yield (*extra, ("cache_salt", cache_salt)) if start == 0 and cache_salt else extra
 
 
-# One row per width of a packed integer: which of its up to five bytes exist.
+# One row per form of a packed integer: which of its up to five bytes exist.
 _CBOR_BYTES: Final = np.array(
     [[1, 0, 0, 0, 0], [1, 0, 0, 0, 1], [1, 0, 0, 1, 1], [1, 1, 1, 1, 1]], dtype=np.bool_
 )
@@ -294,15 +294,15 @@ def _cbor_blocks(
     tokens: npt.NDArray[np.uint32], size: int, width: int, extras: Iterable[Extra]
 ) -> Iterator[tuple[bytes, bytes]]:
     """Canonical CBOR of `(parent, block, extra or None)` for each block, without the parent in the middle."""
-    kind = np.digitize(tokens, (24, 1 << 8, 1 << 16)).astype(np.uint8)
+    form = (tokens >= 24).view(np.uint8) + (tokens >= 1 << 8) + (tokens >= 1 << 16)
     cells = np.empty((len(tokens), 5), dtype=np.uint8)
-    cells[:, 0] = np.where(kind == 0, tokens, 23 + kind)
+    cells[:, 0] = np.where(form == 0, tokens, 23 + form)
     cells[:, 1:] = tokens.astype(">u4").view(np.uint8).reshape(-1, 4)
     before = b"\x83" + _cbor_head(2, width)
     head = _cbor_head(4, size)
     last: Extra | None = None
     tail = b""
-    for body, extra in zip(_bodies(cells, _CBOR_BYTES[kind], size), extras, strict=True):
+    for body, extra in zip(_bodies(cells, _CBOR_BYTES, form, size), extras, strict=True):
         if extra is not last:
             last, tail = extra, _cbor_extra(extra)
         yield before, head + body + tail
@@ -315,9 +315,9 @@ def _pickle_blocks(
 
     One frame: pickle starts a second one after 64 KiB, that is for blocks of more than 13,000 tokens.
     """
-    kind = np.digitize(tokens, (1 << 8, 1 << 16)).astype(np.uint8)
+    form = (tokens >= 1 << 8).view(np.uint8) + (tokens >= 1 << 16)
     cells = np.empty((len(tokens), 5), dtype=np.uint8)
-    cells[:, 0] = _PICKLE_OPCODES[kind]
+    cells[:, 0] = _PICKLE_OPCODES.take(form)
     cells[:, 1:] = tokens.astype("<u4").view(np.uint8).reshape(-1, 4)
     memo = 2  # the parent and the block's tuple are memoised before the extra keys
     # A tuple of one to three has its own opcode at the end, a longer one a mark in front.
@@ -325,7 +325,7 @@ def _pickle_blocks(
     parent_head = b"C" + bytes((width,))
     last: Extra | None = None
     tail, fixed = b"", 0
-    for body, extra in zip(_bodies(cells, _PICKLE_BYTES[kind], size), extras, strict=True):
+    for body, extra in zip(_bodies(cells, _PICKLE_BYTES, form, size), extras, strict=True):
         if extra is not last:
             packed = _pickle_extra(extra, memo) if extra else b"N"
             last, tail = extra, closing + b"\x94" + packed + b"\x87\x94."
@@ -334,14 +334,17 @@ def _pickle_blocks(
         yield b"\x80\x05\x95" + frame + parent_head, b"\x94" + opening + body + tail
 
 
-def _bodies(cells: npt.NDArray[np.uint8], present: npt.NDArray[np.bool_], size: int) -> Iterator[bytes]:
-    """The bytes of each run of `size` tokens."""
-    packed = cells[present].tobytes()
-    ends = np.cumsum(present.sum(axis=1).reshape(-1, size).sum(axis=1)).tolist()
-    start = 0
-    for end in ends:
-        yield packed[start:end]
-        start = end
+def _bodies(
+    cells: npt.NDArray[np.uint8], forms: npt.NDArray[np.bool_], form: npt.NDArray[np.uint8], size: int
+) -> list[bytes]:
+    """The bytes of each run of `size` tokens; of a cell those exist that its `form`'s row of `forms` names.
+
+    take and compress: indexing with arrays does the same in three times the time.
+    """
+    packed = cells.reshape(-1).compress(forms.take(form, axis=0).reshape(-1)).tobytes()
+    widths = forms.sum(axis=1).take(form)
+    ends: list[int] = np.cumsum(widths)[size - 1 :: size].tolist()
+    return [packed[start:end] for start, end in pairwise((0, *ends))]
 
 
 def _cbor_head(major: int, value: int) -> bytes:
