@@ -181,18 +181,25 @@ def total(page: str, name: str, labels: dict[str, str]) -> float:
     )
 
 
-def make(home: Path, *, workers: int) -> RealFleet:
+def make(home: Path, *, workers: int, model: str = "", worker_args: tuple[str, ...] = ()) -> RealFleet:
     """A fleet on free ports, none of it started. Two runs at once do not meet.
 
+    model: its directory, empty for the tiny one. worker_args: more of the workers' command line.
     Model and caches below `home` are kept for good, a run's own directory (with its logs) until the next run.
     """
     runs, cache = home / "runs", home / "cache"
-    own = runs / str(os.getpid())
+    for old in runs.glob("*"):
+        if not Path("/proc", old.name).exists():
+            shutil.rmtree(old, ignore_errors=True)
+    served = local_model(model, home / "models")
+    own = runs / str(os.getpid()) / served.name
     for folder in (own / "logs", cache):
         folder.mkdir(parents=True, exist_ok=True)
-    for old in runs.iterdir():
-        if old != own and not Path("/proc", old.name).exists():
-            shutil.rmtree(old, ignore_errors=True)
-    fleet = LocalFleet(engine="vllm", workers=workers, port=next(free_ports(above=23000)), directory=own)
-    model = local_model("", home / "models")
-    return RealFleet(Plan.make(fleet, model, own, logs=own / "logs", cache=cache))
+    fleet = LocalFleet(
+        engine="vllm",
+        workers=workers,
+        port=next(free_ports(above=23000)),
+        directory=own,
+        worker_args=worker_args,
+    )
+    return RealFleet(Plan.make(fleet, served, own, logs=own / "logs", cache=cache))
