@@ -13,6 +13,8 @@ from gateway.api import ParsedTurn
 from gateway.forms import field_span
 from gateway.settings import ModelSettings
 
+# Each that is tried costs another reading of the body.
+_MOST_PLACES = 16
 _PLACE = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
@@ -43,9 +45,10 @@ def _renamed(body: bytes, content_type: bytes, alias: str, model: str) -> bytes:
         return body[: span[0]] + model.encode() + body[span[1] :]
     name = json.dumps(model, ensure_ascii=False).encode()
     # Nested objects may have a `model` too; of two at the top, parsers take the last.
-    for place in reversed(list(_PLACE.finditer(body))):
+    places = [place for place in _PLACE.finditer(body) if _text(place[1]) == alias]
+    for place in places[: -_MOST_PLACES - 1 : -1]:
         changed = body[: place.start(1)] + name + body[place.end(1) :]
-        if _text(place[1]) == alias and _model_of(changed) == model:
+        if _model_of(changed) == model:
             return changed
     raise errors.InvalidRequest("the model's name must stand in the body as plain UTF-8", param="model")
 

@@ -25,6 +25,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 # Shorter bodies are read in less time than it takes to look for them.
 _WORTHWHILE: Final = 16_384
+# Longer ones than any conversation: taking them apart would cost four times what reading them does.
+_LARGEST: Final = 16 << 20
 # A body is looked for among this many, 0.1 us each.
 _MOST: Final = 512
 # The last messages may be written in another way once others follow (cache_control moves on, for one): bodies
@@ -32,6 +34,8 @@ _MOST: Final = 512
 _LATEST: Final = 4
 # Bytes before that place which tell bodies apart.
 _MARK: Final = 64
+# Objects made anew for one body, 6 us each; with more it is read as if it were the only one.
+_MOST_ITEMS: Final = 4096
 # Bodies of the same mark that a new one is compared with, 50 us each.
 _COMPARED: Final = 4
 # Memory for an object of a body besides its text, which is there twice: in the body and decoded.
@@ -101,7 +105,7 @@ class Bodies:
         Messages (or input items) and tools that an earlier body of the conversation had, too, are the same
         objects; of an equal body it is the same turn. Nothing of it may be modified.
         """
-        if len(body) < _WORTHWHILE or not self._max_bytes:
+        if not self._max_bytes or not _WORTHWHILE <= len(body) <= _LARGEST:
             return msgspec.json.decode(body, type=kind, strict=False)
         known, shared = self._closest(body, kind)
         if known is not None and shared == len(body) == len(known.body):
@@ -160,7 +164,7 @@ def _read(body: bytes, kind: type[T], name: ListField, known: _Body | None, shar
         tools = _tools(lists.tools, known)
         start = start if known is not None else short.find(array) + 1
         # Behind a comma there has to be an item.
-        if not raws or not short.startswith(array, start - 1):
+        if not 0 < len(raws) <= _MOST_ITEMS or not short.startswith(array, start - 1):
             return None
         rest = short[: start - 1] + b"[]" + short[start - 1 + len(array) :]
         if tools.objects:
@@ -194,6 +198,8 @@ def _tools(given: msgspec.Raw | msgspec.UnsetType, known: _Body | None) -> _Tool
         return known.tools
     try:
         each = msgspec.json.decode(raw, type=list[msgspec.Raw])
+        if len(each) > _MOST_ITEMS:
+            return _Tools()
         return _Tools(raw, [Kept(msgspec.json.decode(tool, type=dict[str, Any]), len(tool)) for tool in each])
     except msgspec.ValidationError:
         return _Tools()

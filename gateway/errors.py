@@ -14,6 +14,7 @@
     PayloadTooLarge    413     invalid_request_error  request_too_large
     UnsupportedMedia   415     invalid_request_error  unsupported_media_type
     Overloaded         429     rate_limit_error       rate_limit_exceeded
+    HeadTooLarge       431     invalid_request_error  request_head_too_large
     InternalError      500     server_error           internal_error
     UpstreamFailed     502     server_error           upstream_failed
     NoWorker           503     server_error           no_worker
@@ -133,6 +134,10 @@ class Overloaded(ApiError):
     """Too much under way; try again later."""
 
 
+class HeadTooLarge(ApiError):
+    """The request's header lines are larger than any that make sense."""
+
+
 class InternalError(ApiError):
     """A fault of the gateway itself."""
 
@@ -163,6 +168,7 @@ TABLE: Mapping[type[ApiError], Kind] = {
     PayloadTooLarge: Kind(413, "invalid_request_error", "request_too_large", "request_too_large"),
     UnsupportedMedia: Kind(415, "invalid_request_error", "unsupported_media_type", "invalid_request_error"),
     Overloaded: Kind(429, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
+    HeadTooLarge: Kind(431, "invalid_request_error", "request_head_too_large", "invalid_request_error"),
     InternalError: Kind(500, "server_error", "internal_error", "api_error"),
     UpstreamFailed: Kind(502, "server_error", "upstream_failed", "api_error"),
     NoWorker: Kind(503, "server_error", "no_worker", "overloaded_error"),

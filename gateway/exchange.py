@@ -27,7 +27,8 @@ class ClientGone(Exception):
 class Exchange:
     """A client's request and the response to it.
 
-    `started` is true once response headers went out, `finished` once the last byte did.
+    `started` is true once response headers went out, `finished` once the last byte did; `sent_at` is the loop
+    time at which the last piece before that was sent.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,6 +41,7 @@ class Exchange:
         self.started = False
         self.finished = False
         self.stalled = False
+        self.sent_at = 0.0
         self._sending_since: float | None = None
         self._abort: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT)
         self._receive = receive
@@ -135,7 +137,7 @@ class Exchange:
 
     async def send(self, chunk: bytes) -> None:
         """Returns once the client's socket can take more: a slow reader slows the worker, not our memory."""
-        self._sending_since = asyncio.get_running_loop().time()
+        self.sent_at = self._sending_since = asyncio.get_running_loop().time()
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         self._sending_since = None
 

@@ -8,6 +8,8 @@ _BOUNDARY = re.compile(
 _NAME = re.compile(rb'^content-disposition:\s*form-data\s*;(?:.*?;)?\s*name="?([^";\r\n]*)"?', re.I | re.M)
 # A part's own header lines; no field of an API has longer ones.
 _HEAD_BYTES = 8192
+# Workers' own parser takes no more.
+_MOST_PARTS = 1000
 
 
 def field_span(body: bytes, content_type: bytes, name: bytes) -> tuple[int, int] | None:
@@ -20,7 +22,10 @@ def field_span(body: bytes, content_type: bytes, name: bytes) -> tuple[int, int]
         return None
     delimiter = b"--" + (found[1] or found[2])
     at = 0 if body.startswith(delimiter) else body.find(b"\r\n" + delimiter) + 2
-    while at >= 0 and (head := body.find(b"\r\n", at)) >= 0:
+    for _ in range(_MOST_PARTS):
+        head = body.find(b"\r\n", at) if at >= 0 else -1
+        if head < 0:
+            return None
         end_of_head = body.find(b"\r\n\r\n", head, head + _HEAD_BYTES)
         end = body.find(b"\r\n" + delimiter, head)
         if end_of_head < 0 or end < 0:

@@ -11,15 +11,15 @@ import socket
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway import errors
-from gateway.exchange import ABORT
+from gateway.protocol import Protocol
 from gateway.settings import Settings
 
 # Clients keep an idle connection and use it for the next turn. Closing first would race with that use;
@@ -103,21 +103,6 @@ def claim_descriptors(requests: int) -> int:
     return soft
 
 
-class Protocol(HttpToolsProtocol):
-    """uvicorn's, with two things more: an error in our shape for what is no HTTP, and a way to hang up."""
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        # Closing waits until everything was written: for ever, if the client does not read.
-        self.scope["extensions"] = cast(dict[str, dict[object, object]], {ABORT: self.transport.abort})
-
-    def send_400_response(self, msg: str) -> None:
-        content = errors.body(errors.InvalidRequest("the request is not valid HTTP"), "openai")
-        head = b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        self.transport.write(head + b"content-length: %d\r\n\r\n%b" % (len(content), content))
-        self.transport.close()
-
-
 class _Server(uvicorn.Server):
     """Ends in three steps: told (`on_end`), still accepting for `delay_s`, then finishing what is under way.
 
@@ -169,7 +154,7 @@ def run(
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=Protocol,
+        http=cast(type[asyncio.Protocol], partial(Protocol, head_s=settings.timeouts.head_s)),
         ws="none",
         lifespan="on",
         log_config=None,

@@ -245,9 +245,16 @@ class Timeouts(Section, frozen=True):
     between_chunks_s: Annotated[
         Seconds, Meta(description="Seconds between two chunks of an answer; 0: no limit.")
     ] = 300.0
+    head_s: Annotated[
+        Seconds, Meta(description="Seconds from a request's first byte to the end of its head; 0: no limit.")
+    ] = 30.0
     body_s: Annotated[
         Seconds, Meta(description="Seconds between two pieces of a request's body; 0: no limit.")
     ] = 60.0
+    keep_alive_s: Annotated[
+        Seconds,
+        Meta(description="Seconds of silence after which an event stream gets a comment; 0: none ever."),
+    ] = 0.0
     stall_s: Annotated[
         Seconds,
         Meta(

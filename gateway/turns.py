@@ -17,6 +17,7 @@ from gateway.decisions import DecisionLog, DecisionRecord, Outcome, OutcomeKind
 from gateway.divergence import PrefixReport
 from gateway.exchange import ClientGone, Exchange, Headers, Receive, Scope, Send
 from gateway.headers import for_client, for_worker
+from gateway.keep_alive import keep_alive
 from gateway.learning import Learning
 from gateway.metrics import Metrics
 from gateway.parity import Parity
@@ -44,7 +45,7 @@ _CLIENT_CLOSED = 499
 class TurnState:
     """What is known of one turn so far; metrics and the decision log read it when the turn ends.
 
-    stream: an event stream was begun that can take a last event of ours.
+    stream: an event stream was begun that can take events and comments of ours; keeper sends the latter.
     """
 
     exchange: Exchange
@@ -60,6 +61,12 @@ class TurnState:
     outcome: OutcomeKind = "error"
     tail: AnswerTail = field(default_factory=AnswerTail)
     stream: bool = False
+    keeper: asyncio.Task[None] | None = None
+
+    def ends(self) -> None:
+        """Nothing but the end of the answer is sent from now on."""
+        if self.keeper is not None:
+            self.keeper.cancel()
 
 
 @dataclass(slots=True)
@@ -120,12 +127,19 @@ class TurnApp:
         exchange = Exchange(scope, receive, send)
         turn = TurnState(exchange, self._debug_headers or scope.get("state", {}).get("caller") == "admin")
         try:
-            if exchange.path in POST_ONLY and exchange.method not in ("POST", "OPTIONS"):
+            if exchange.path in POST_ONLY and exchange.method != "POST" and not _is_preflight(exchange):
                 raise errors.MethodNotAllowed(f"{exchange.method} is not allowed here", headers=_POST)
             body = await exchange.read_body(self._limits.max_body_bytes, self._timeouts.body_s)
             content_type = exchange.header(b"content-type") or b""
-            looks = self._router.looks_at_prompts
-            parsed = parse(exchange.method, exchange.path, body, content_type, self._bodies, prompts=looks)
+            parsed = parse(
+                exchange.method,
+                exchange.path,
+                body,
+                content_type,
+                self._bodies,
+                encoding=exchange.header(b"content-encoding") or b"",
+                prompts=self._router.looks_at_prompts,
+            )
             turn.parsed, body = self._aliases.resolved(parsed, body, content_type)
             turn.alias = parsed.model if turn.parsed.model != parsed.model else ""
             async with (
@@ -148,6 +162,7 @@ class TurnApp:
                 self._metrics.overloaded()
             await self._refuse(turn, error)
         finally:
+            turn.ends()
             self._account(turn)
 
     async def _serve(self, turn: TurnState, parsed: ParsedTurn, body: bytes) -> None:
@@ -296,12 +311,15 @@ class TurnApp:
         makes = response.status == 200 and exchange.path == stored.PATH
         learner = self._stored.learner(worker.name) if makes else None
         head = for_client(response.headers, self._own_headers(turn, placement), placement.target.worker.url)
-        if exchange.started and not (stream and _is_plain(response.headers)):
+        if exchange.started and not (stream and _is_open(response.headers)):
             # An earlier worker's stream was begun and came to nothing; this is none that could go on from it.
             raise _as_api_error(UpstreamError(str(response.status)))
         if stream and not exchange.started:
-            turn.stream = _is_plain(response.headers)
             await self._start(turn, response.status, head)
+            turn.stream = _is_open(response.headers)
+            if turn.stream and self._timeouts.keep_alive_s:
+                keeping = keep_alive(exchange, turn.tail, self._timeouts.keep_alive_s)
+                turn.keeper = asyncio.create_task(keeping, name="keep alive")
         try:
             async with aclosing(response.chunks()) as chunks:
                 async with self.patience.waiting(worker.name, until, may_leave):
@@ -328,6 +346,7 @@ class TurnApp:
             worker.breaker.succeeded()
         if response.status == 200 and turn.sight is not None:
             self._router.ended(turn.sight)
+        turn.ends()
         await exchange.finish()
         return None
 
@@ -349,6 +368,7 @@ class TurnApp:
         turn.outcome = "error"
         if exchange.started:
             if turn.stream and turn.parsed is not None and not exchange.finished:
+                turn.ends()
                 await exchange.finish(turn.parsed.error_event(turn.tail, error))
                 return
             raise errors.ResponseCut from None
@@ -421,12 +441,20 @@ class TurnApp:
             self._learning.answered(turn.record.request_id, turn.sight, target, cached)
 
 
+def _is_preflight(exchange: Exchange) -> bool:
+    """A browser asks whether a page may; that is for the workers to say."""
+    return exchange.method == "OPTIONS" and exchange.header(b"access-control-request-method") is not None
+
+
 def _as_api_error(error: UpstreamError) -> errors.ApiError:
     if "timeout" in error.kind:
         return errors.UpstreamTimeout("the worker did not answer in time")
     return errors.UpstreamFailed("the worker broke off")
 
 
-def _is_plain(headers: Headers) -> bool:
-    """Whether bytes of ours may follow the body's: not within a compressed one."""
-    return all(name != b"content-encoding" or value == b"identity" for name, value in headers)
+def _is_open(headers: Headers) -> bool:
+    """Whether bytes of ours may stand among the body's: not in a compressed one, nor one of a set length."""
+    return all(
+        name != b"content-length" and (name != b"content-encoding" or value == b"identity")
+        for name, value in headers
+    )

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import aiohttp
 import pytest
 import uvicorn
 
 from gateway.app import Gateway
-from gateway.serve import Protocol
+from gateway.protocol import Protocol
 from gateway.settings import Settings, load
 from peer import Handler, Peer
 
@@ -54,7 +55,7 @@ async def serving(settings: Settings) -> AsyncIterator[Front]:
             gateway,
             host="127.0.0.1",
             port=0,
-            http=Protocol,
+            http=partial(Protocol, head_s=settings.timeouts.head_s),  # type: ignore[arg-type]
             log_level="warning",
             lifespan="on",
             timeout_graceful_shutdown=2,

@@ -1,0 +1,157 @@
+"""uvicorn's HTTP protocol, with what it leaves open towards clients that are slow, odd or gone."""
+
+import asyncio
+from typing import Any, cast
+
+import httptools
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from gateway import errors
+from gateway.exchange import ABORT
+
+# Agents' heads have 1 to 3 KB; what vLLM's own server takes.
+_HEAD_BYTES = 1 << 16
+# Requests read ahead of the answer that is under way.
+_PIPELINED = 16
+# What a request says of another protocol that it would rather go on in.
+_UPGRADING = frozenset((b"connection", b"upgrade", b"http2-settings"))
+
+
+class Protocol(HttpToolsProtocol):
+    """Answers in our shape what is no HTTP, and:
+
+    * a request's head has a limit in bytes and, from its first byte on, in time (`head_s`, 0: none);
+    * a client's leaving is noticed while requests wait behind the one that is answered;
+    * offers of another protocol are passed over, as RFC 9110 7.8 allows: Java's client and `curl --http2`
+      offer HTTP/2 and go on in HTTP/1.1. uvicorn's parser would take their bodies for that protocol's bytes.
+    """
+
+    def __init__(self, *args: Any, head_s: float = 30.0, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._head_s = head_s
+        self._in_head = False
+        self._head_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._answered: RequestResponseCycle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # uvicorn would wait for ever for the first byte of the first request.
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._stop_head_timer()
+        self._tell_that_it_is_gone()
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        began_before = self._in_head
+        try:
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    break
+                except httptools.HttpParserUpgrade as offer:
+                    data = self._without_offer(data[offer.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(errors.InvalidRequest(_what_else(data)))
+            return
+        if not self._in_head:
+            self._stop_head_timer()
+            return
+        self._head_bytes += len(data) if began_before else 0
+        if self._head_bytes > _HEAD_BYTES:
+            self._refuse(errors.HeadTooLarge(f"the request's head is larger than {_HEAD_BYTES} bytes"))
+        elif self._head_timer is None and self._head_s and not self._is_answering():
+            self._head_timer = self.loop.call_later(self._head_s, self._head_did_not_come)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = 0
+        # Closing waits until everything was written: for ever, if the client does not read.
+        self.scope["extensions"] = cast(dict[str, dict[object, object]], {ABORT: self.transport.abort})
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+        if self.parser.should_upgrade():
+            return
+        # A trailer is no header: it would come after all that was decided by them.
+        self.headers = []
+        if 0 < len(self.pipeline) <= _PIPELINED:
+            # uvicorn stops reading here, and so would not see the client leave.
+            self.flow.resume_reading()
+
+    def _should_upgrade(self) -> bool:
+        """That `data_received` deals with a request that offers another protocol, no callback does."""
+        return True
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+
+    def _is_answering(self) -> bool:
+        return self._answered is not None and not self._answered.response_complete
+
+    def _without_offer(self, rest: bytes) -> bytes:
+        """The request whose head was just read as if it had made no offer; `rest` is what follows."""
+        offered = b", ".join(value for name, value in self.headers if name == b"upgrade").lower()
+        method = self.scope["method"]
+        if self._is_answering() or method == "CONNECT" or b"websocket" in offered:
+            if method == "CONNECT":
+                self._refuse(errors.MethodNotAllowed("CONNECT is not allowed here: this is no forward proxy"))
+            else:
+                self._refuse(errors.InvalidRequest("WebSockets are not served here: use HTTP requests"))
+            return b""
+        version = self.parser.get_http_version()
+        lines = [f"{method} ".encode() + self.url + f" HTTP/{version}".encode()]
+        lines += [name + b": " + value for name, value in self.headers if name not in _UPGRADING]
+        if any(name == b"connection" and b"close" in value.lower() for name, value in self.headers):
+            lines.append(b"connection: close")
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return b"\r\n".join(lines) + b"\r\n\r\n" + rest
+
+    def _head_did_not_come(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            self._refuse(errors.RequestTimeout("the rest of the request's head did not come"))
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, error: errors.ApiError) -> None:
+        """Answer and close. An answer to an earlier request that is under way is cut instead."""
+        self._stop_head_timer()
+        under_way = self._answered if self._is_answering() else None
+        is_its_body = under_way is self.cycle and not self._in_head
+        if under_way is None or (is_its_body and not under_way.response_started):
+            content = errors.body(error, "openai")
+            head = [b"HTTP/1.1 %d %b" % (error.status, error.code.replace("_", " ").encode())]
+            head += [b"%b: %b" % line for line in errors.head(error, content)]
+            self.transport.write(b"\r\n".join([*head, b"connection: close", b"", content]))
+        self._tell_that_it_is_gone()
+        self.transport.close()
+
+    def _tell_that_it_is_gone(self) -> None:
+        """uvicorn tells the last request only, not one before it that is being answered."""
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+
+
+def _what_else(data: bytes) -> str:
+    """What was sent instead of a request in HTTP/1.1."""
+    if data.startswith(b"PRI * HTTP/2"):
+        return "HTTP/2 is not spoken here: use HTTP/1.1"
+    if data.startswith(b"\x16\x03"):
+        return "this port speaks plain HTTP, not TLS: use an http:// URL"
+    return "the request is not valid HTTP"

@@ -1,0 +1,227 @@
+"""What clients do on a connection besides sending one good request and waiting: slow, odd, early, gone."""
+
+import asyncio
+import json
+
+import pytest
+
+from peer import Connection, Received
+
+PATH = "/v1/chat/completions"
+CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
+
+
+def post(*lines: str, body: bytes = CHAT, framing: str = "") -> bytes:
+    head = [f"POST {PATH} HTTP/1.1", "host: x", framing or f"content-length: {len(body)}", *lines, "", ""]
+    return "\r\n".join(head).encode() + (b"" if framing else body)
+
+
+async def say_length(request: Received, connection: Connection) -> None:
+    await connection.answer(200, b"%d" % len(request.body), "content-type: application/json")
+
+
+class Client:
+    """One connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        head = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 10)).decode().split("\r\n")
+        lines = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:-2])}
+        content = await self.reader.readexactly(int(lines.get("content-length", "0")))
+        return int(head[0].split()[1]), lines, content
+
+    async def closed(self) -> bool:
+        return await asyncio.wait_for(self.reader.read(), 10) == b""
+
+
+@pytest.fixture
+async def connect(peers, front):
+    """A gateway in front of `handler`, and connections to it: `gate, peer, open = await connect(handler)`."""
+    clients: list[Client] = []
+
+    async def start(handler=say_length, env=None):
+        peer = await peers(handler)
+        gate = await front(peer, env=env)
+
+        async def opened() -> Client:
+            clients.append(Client(*await asyncio.open_connection("127.0.0.1", gate.port)))
+            return clients[-1]
+
+        return gate, peer, opened
+
+    yield start
+    for client in clients:
+        client.writer.close()
+
+
+H2C = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAoAAAAAIAAAAA")
+
+
+async def test_an_offer_of_http2_is_passed_over_and_the_body_is_not_lost(connect) -> None:
+    _, peer, opened = await connect()
+    client = await opened()
+    for _ in range(2):  # Java's client offers it on every request
+        client.writer.write(post(*H2C))
+        status, _, content = await client.answer()
+        assert (status, content) == (200, b"%d" % len(CHAT))
+    client.writer.write(post(*H2C, framing="transfer-encoding: chunked"))
+    await asyncio.sleep(0)
+    client.writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(CHAT), CHAT))
+    assert (await client.answer())[0] == 200
+    client.writer.write(post())
+    assert (await client.answer())[0] == 200
+    assert [received.body for received in peer.received] == [CHAT] * 4
+    for received in peer.received:
+        assert not {name.lower() for name, _ in received.headers} & {
+            "upgrade",
+            "http2-settings",
+            "connection",
+        }
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "said"),
+    [
+        (
+            b"GET /v1/realtime HTTP/1.1\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+            400,
+            "WebSockets",
+        ),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400, "HTTP/2"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "TLS"),
+        (b"CONNECT a:443 HTTP/1.1\r\nhost: a:443\r\n\r\n", 405, "forward proxy"),
+        (post(framing="transfer-encoding: chunked") + b"nonsense\r\n", 400, "not valid HTTP"),
+        (post("content-length: 1", framing="transfer-encoding: chunked"), 400, "not valid HTTP"),
+    ],
+)
+async def test_b085_what_is_not_spoken_here_is_said_clearly(
+    connect, sent: bytes, status: int, said: str
+) -> None:
+    _, peer, opened = await connect()
+    client = await opened()
+    client.writer.write(sent)
+    found, lines, content = await client.answer()
+    assert (found, lines["content-type"], lines["connection"]) == (status, "application/json", "close")
+    assert said in json.loads(content)["error"]["message"]
+    assert await client.closed()
+    assert peer.received == []
+
+
+async def test_what_is_no_http_behind_a_request_cuts_its_answer_instead_of_being_written_into_it(
+    connect,
+) -> None:
+    async def begin(_: Received, connection: Connection) -> None:
+        await connection.start_stream()
+        await connection.chunk(b"data: 1\n\n")
+        await connection.gone.wait()
+
+    gate, peer, opened = await connect(begin)
+    client = await opened()
+    client.writer.write(post())
+    await client.reader.readuntil(b"data: 1\n\n\r\n")
+    client.writer.write(b"nonsense\r\n\r\n")
+    assert await client.closed()
+    await gate.until(lambda: not peer.open)
+    await gate.idle()
+
+
+async def test_a_head_that_does_not_come_is_a_408(connect) -> None:
+    _, peer, opened = await connect(env={"MOONGATE_TIMEOUTS__HEAD_S": "0.1"})
+    for first in (b"", post()):  # the first request of a connection, and a later one
+        client = await opened()
+        if first:
+            client.writer.write(first)
+            assert (await client.answer())[0] == 200
+        for byte in b"POST ":  # a client that sends a byte now and then gets no further
+            client.writer.write(bytes([byte]))
+            await asyncio.sleep(0.01)
+        status, _, content = await client.answer()
+        assert (status, json.loads(content)["error"]["code"]) == (408, "request_timeout")
+        assert await client.closed()
+    assert len(peer.received) == 1
+
+
+async def test_a_head_without_end_is_a_431(connect) -> None:
+    _, peer, opened = await connect()
+    client = await opened()
+    client.writer.write(f"POST {PATH} HTTP/1.1\r\n".encode())
+    for _ in range(17):
+        await asyncio.sleep(0.01)  # what comes with the first bytes is not counted
+        client.writer.write(b"x: " + b"y" * 4000 + b"\r\n")
+    status, _, content = await client.answer()
+    assert (status, json.loads(content)["error"]["code"]) == (431, "request_head_too_large")
+    assert peer.received == []
+
+
+async def test_a_large_body_before_the_next_head_is_not_counted_as_its_bytes(connect) -> None:
+    _, _, opened = await connect()
+    client = await opened()
+    large = CHAT[:-1] + b',"x":"' + b"y" * (3 << 20) + b'"}'
+    one, other = post(body=large), post()
+    client.writer.write(one + other[:50])
+    assert (await client.answer())[2] == b"%d" % len(large)
+    client.writer.write(other[50:])
+    assert (await client.answer())[2] == b"%d" % len(CHAT)
+
+
+async def test_requests_sent_ahead_are_answered_in_their_order(connect) -> None:
+    _, peer, opened = await connect()
+    client = await opened()
+    bodies = [CHAT[:-1] + b" " * i + b"}" for i in range(40)]
+    client.writer.write(b"".join(post(body=body) for body in bodies))
+    for body in bodies:
+        assert (await client.answer())[2] == b"%d" % len(body)
+    assert [received.body for received in peer.received] == bodies
+
+
+async def test_b004_a_client_that_leaves_with_requests_sent_ahead_is_noticed(connect) -> None:
+    async def hold(_: Received, connection: Connection) -> None:
+        await connection.gone.wait()
+
+    gate, peer, opened = await connect(hold)
+    client = await opened()
+    client.writer.write(post() + post() + post())
+    await gate.until(lambda: len(peer.open) == 1)
+    client.writer.transport.abort()
+    await gate.until(lambda: not peer.open, budget_s=2)
+    await gate.idle()
+    assert len(peer.received) == 1  # nobody waits for the others
+
+
+async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked_only_if_it_is_wanted(connect) -> None:
+    _, peer, opened = await connect(env={"MOONGATE_LIMITS__MAX_BODY_BYTES": "100"})
+    client = await opened()
+    wanted = post("expect: 100-continue")
+    client.writer.write(wanted[: -len(CHAT)])
+    assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    client.writer.write(CHAT)
+    assert (await client.answer())[0] == 200
+    assert peer.received[0].header("expect") == []
+    client.writer.write(post("expect: 100-continue", framing="content-length: 101"))
+    assert (await client.answer())[0] == 413
+
+
+async def test_trailers_are_no_headers_and_end_at_this_hop(connect) -> None:
+    async def with_trailers(request: Received, connection: Connection) -> None:
+        await connection.send(
+            b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ntrailer: x-t\r\n\r\n"
+            b"2\r\n{}\r\n0\r\nx-t: theirs\r\n\r\n"
+        )
+
+    gate, peer, opened = await connect(with_trailers)
+    client = await opened()
+    for _ in range(2):  # the connection to the worker is good for another request
+        client.writer.write(post("trailer: x-t, authorization", framing="transfer-encoding: chunked"))
+        client.writer.write(
+            b"%x\r\n%b\r\n0\r\nx-t: ours\r\nauthorization: Bearer x\r\n\r\n" % (len(CHAT), CHAT)
+        )
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"x-t" not in head
+        assert await client.reader.readuntil(b"0\r\n\r\n") == b"2\r\n{}\r\n0\r\n\r\n"
+    for received in peer.received:
+        assert received.body == CHAT
+        assert received.header("x-t") == received.header("authorization") == received.header("trailer") == []
+    await gate.idle()
