@@ -229,7 +229,7 @@ def parse(
                 return _head(_API_OF[path], body, "too_many_parts" if prompts else "off")
             return reader(body, bodies or Bodies(0))
         except errors.InvalidRequest as error:
-            if error.message == _NO_JSON and content_type and b"json" not in content_type.lower():
+            if error.message == _NO_JSON and _is_another_kind(content_type, body):
                 raise errors.UnsupportedMedia("send the body as application/json") from None
             raise
     if path.startswith(_STORED):
@@ -397,6 +397,12 @@ def _decode(body: bytes, kind: type[S]) -> S:
         raise errors.InvalidRequest(message, param=_field_in(message)) from None
     except (ValueError, RecursionError):
         raise errors.InvalidRequest(_NO_JSON) from None
+
+
+def _is_another_kind(content_type: bytes, body: bytes) -> bool:
+    """Whether `body` is something else than JSON, not only broken."""
+    kind = content_type.lower()
+    return bool(kind) and b"json" not in kind and b"octet-stream" not in kind and body.lstrip()[:1] != b"{"
 
 
 def is_vast(body: bytes) -> bool:

@@ -1,6 +1,7 @@
 """What never reaches a worker: wrong methods, slow bodies, placement by clients, credentials, ourselves."""
 
 import asyncio
+import gzip
 import json
 import logging
 from pathlib import Path
@@ -19,7 +20,7 @@ async def say_ok(_: Received, connection: Connection) -> None:
     await connection.answer(200, b"{}", "content-type: application/json", "x-moongate-worker: forged")
 
 
-@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "PATCH"])
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
 @pytest.mark.parametrize("path", [PATH, "/v1/messages", "/v1/embeddings", "/tokenize"])
 async def test_b085_a_path_for_post_alone_is_a_405_for_other_methods(
     peers, front, method: str, path: str
@@ -33,6 +34,35 @@ async def test_b085_a_path_for_post_alone_is_a_405_for_other_methods(
         error = json.loads(content)["error"]
         assert error["type"] == "invalid_request_error"
         assert ("code" in error) == (path != "/v1/messages")
+    assert peer.received == []
+
+
+async def test_a_browsers_preflight_is_the_workers_to_answer(peers, front) -> None:
+    peer = await peers(say_ok)
+    gate = await front(peer)
+    headers = {"origin": "https://page.example", "access-control-request-method": "POST"}
+    async with gate.client.options(gate.url + PATH, headers=headers) as answer:
+        assert answer.status == 200
+    assert peer.received[0].header("access-control-request-method") == ["POST"]
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(
+    ("sent", "headers"),
+    [
+        (gzip.compress(CHAT), {"content-type": "application/json", "content-encoding": "gzip"}),
+        (b"model=m&prompt=hi", {"content-type": "application/x-www-form-urlencoded"}),
+    ],
+)
+async def test_b085_a_body_of_a_kind_that_is_not_read_is_a_415(
+    peers, front, path: str, sent: bytes, headers: dict[str, str]
+) -> None:
+    peer = await peers(say_ok)
+    gate = await front(peer)
+    async with gate.client.post(gate.url + path, data=sent, headers=headers) as answer:
+        assert answer.status == 415
+        error = (await answer.json())["error"]
+    assert error["message"].startswith("send the body ")
     assert peer.received == []
 
 
@@ -124,63 +154,3 @@ async def test_an_unknown_worker_has_a_code_of_its_own(front) -> None:
     gate = await front()
     async with gate.client.get(f"{gate.url}/admin/v1/workers/none", headers=ADMIN) as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (404, "worker_not_found")
-
-
-async def silent(_: Received, connection: Connection) -> None:
-    await connection.gone.wait()
-
-
-async def streaming(_: Received, connection: Connection) -> None:
-    await connection.start_stream()
-    while not connection.gone.is_set():
-        await connection.chunk(b'event: x\ndata: {"i":0}\n\n')
-        await asyncio.sleep(0.005)
-
-
-APIS = {
-    PATH: CHAT,
-    "/v1/completions": b'{"model":"m","prompt":"hi"}',
-    "/v1/responses": b'{"model":"m","input":"hi"}',
-    "/v1/messages": b'{"model":"m","max_tokens":9,"messages":[{"role":"user","content":"hi"}]}',
-    "/v1/embeddings": b'{"model":"m","input":"hi"}',
-}
-
-
-@pytest.mark.parametrize("phase", [silent, streaming])
-async def test_b004_b099_three_hundred_aborts_leave_no_lease_no_connection_and_no_task(
-    peers, front, phase
-) -> None:
-    peer = await peers(phase)
-    gate = await front(peer)
-    async with gate.client.get(f"{gate.url}/health"):
-        before = len(asyncio.all_tasks())
-    loop = asyncio.get_running_loop()
-    slowest = 0.0
-    for path, content in APIS.items():
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode()
-        writers: list[asyncio.StreamWriter] = []
-        for _ in range(60):
-            _, writer = await asyncio.open_connection("127.0.0.1", gate.port)
-            writer.write(head + content)
-            writers.append(writer)
-        await gate.until(lambda: len(peer.open) == 60)
-        last = writers.pop()
-        for number, writer in enumerate(writers):
-            if number % 2:
-                writer.write_eof()  # half closed: taken for gone, and told apart from it by nothing
-            else:
-                writer.transport.abort()
-        await gate.until(lambda: len(peer.open) == 1, budget_s=10)
-        left = loop.time()
-        last.transport.abort()
-        await gate.until(lambda: not peer.open, budget_s=10)
-        slowest = max(slowest, loop.time() - left)
-        for writer in writers:
-            writer.close()
-    await gate.idle()
-    await gate.until(lambda: len(asyncio.all_tasks()) <= before, budget_s=10)
-    assert slowest < 0.5  # 0.1 on a machine that does nothing else
-    async with gate.client.get(f"{gate.url}/metrics") as page:
-        text = await page.text()
-    cancelled = [line for line in text.splitlines() if 'outcome="cancelled"' in line and "_total{" in line]
-    assert sum(float(line.rsplit(" ", 1)[1]) for line in cancelled) == 300

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import socket
-import struct
 from typing import Any
 
 import pytest
@@ -308,39 +306,6 @@ async def test_a_json_answer_that_breaks_off_closes_the_connection(peers, front)
 
 async def phase_before_headers(_: Received, connection: Connection) -> None:
     await connection.gone.wait()
-
-
-async def phase_mid_stream(_: Received, connection: Connection) -> None:
-    await connection.start_stream()
-    await connection.chunk(b'data: {"i":0}\n\n')
-    await connection.gone.wait()
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("phase", [phase_before_headers, phase_mid_stream])
-async def test_b002_b003_b004_b005_the_client_leaving_closes_the_upstream(
-    peers, front, phase, stream: bool
-) -> None:
-    peer = await peers(phase)
-    gate = await front(peer)
-    content = body(stream=stream)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n".encode()
-    writers: list[asyncio.StreamWriter] = []
-    for _ in range(50):
-        _, writer = await asyncio.open_connection("127.0.0.1", gate.port)
-        writer.write(head + content)
-        writers.append(writer)
-    await gate.until(lambda: len(peer.open) == 50)
-    assert gate.gateway.fleet.leases.total_inflight() == 50
-    for i, writer in enumerate(writers):
-        if i % 2:
-            sock = writer.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        writer.transport.abort()
-    await gate.until(lambda: not peer.open, budget_s=1)
-    await gate.idle()
-    async with gate.client.get(f"{gate.url}/metrics") as page:
-        assert 'outcome="cancelled"} 50.0' in await page.text()
 
 
 async def test_b034_a_silent_worker_costs_its_budget_and_answers_504(peers, front) -> None:
