@@ -10,6 +10,7 @@ leased, with all that follows it, and goes as one. An extent costs the same for 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Final, Literal, NamedTuple
 
 from replay.chains import Pieces, common
@@ -29,6 +30,33 @@ class Part(NamedTuple):
 
     owner: int
     blocks: int
+
+
+class Places:
+    """Where the leading blocks of one chain lie, for questions about every instance in turn."""
+
+    __slots__ = ("_by_owner", "_segments")
+
+    def __init__(self, parts: Iterable[Part], segments: int) -> None:
+        self._segments: Final = segments
+        self._by_owner: Final[dict[int, list[tuple[int, int]]]] = {}
+        at = 0
+        for owner, blocks in parts:
+            self._by_owner.setdefault(owner, []).append((at, at + blocks))
+            at += blocks
+
+    def own(self, segment: int, start: int) -> int:
+        """How many blocks from `start` on lie in that segment, not counting those that lie on all."""
+        own = 0
+        for begin, end in self._by_owner.get(segment, ()):
+            own += max(0, end - max(begin, start))
+        return own
+
+    def own_or_spread(self, segment: int, start: int) -> int:
+        """The same with its share of those that lie on all."""
+        if not self._by_owner.get(SPREAD):
+            return self.own(segment, start) if segment in self._by_owner else 0
+        return self.own(segment, start) + self.own(SPREAD, start) // self._segments
 
 
 class Extent:
@@ -68,46 +96,38 @@ class PoolModel:
 
     def prefix(self, chain: Pieces, limit: int) -> int:
         """How many leading blocks of `chain` are there, at most `limit`. Changes nothing, takes no lease."""
-        at = 0
-        while at < limit and (extent := self._extents.get(chain[at])) is not None:
-            at = common(chain, extent.chain, at, min(limit, extent.end))
-        return at
+        path = self._path(chain, limit)
+        return path[-1][1] if path else 0
 
     def parts(self, chain: Pieces, start: int, end: int) -> list[Part]:
         """Where blocks `start` to `end - 1` lie, all of them being there."""
         found: list[Part] = []
-        at = 0
-        while at < end:
-            extent = self._extents[chain[at]]
-            after = common(chain, extent.chain, at, min(end, extent.end))
-            if after > start:
-                blocks = after - max(start, at)
+        at = start
+        for extent, after in self._path(chain, end):
+            if after > at:
+                blocks = after - at
                 if found and found[-1].owner == extent.owner:
                     blocks += found.pop().blocks
                 found.append(Part(extent.owner, blocks))
-            at = after
+                at = after
         return found
+
+    def places(self, chain: Pieces, end: int) -> Places:
+        return Places(self.parts(chain, 0, end), self._segments)
 
     def lookup(self, chain: Pieces, limit: int, now: float) -> int:
         """The same as `prefix`, as an engine asks it: what is found is leased."""
-        path: list[int] = []
-        at = 0
-        while at < limit and (extent := self._extents.get(chain[at])) is not None:
-            path.append(chain[at])
-            at = common(chain, extent.chain, at, min(limit, extent.end))
-            extent.touched = now
-        for first in reversed(path):
-            self._extents.move_to_end(first)
-        return at
+        path = self._path(chain, limit)
+        self._touch([extent for extent, _ in path], now)
+        return path[-1][1] if path else 0
 
     def put(self, chain: Pieces, end: int, writer: int, now: float) -> tuple[int, int]:
         """Stores what is missing of the leading `end` blocks. Returns how many blocks, and how many of them
         went to other segments than the writer's own."""
-        path: list[Extent] = []
-        at = 0
-        while at < end and (extent := self._extents.get(chain[at])) is not None:
-            path.append(extent)
-            at = common(chain, extent.chain, at, min(end, extent.end))
+        found = self._path(chain, end)
+        path = [extent for extent, _ in found]
+        at = found[-1][1] if found else 0
+        for extent in path:
             extent.touched = now
         missing = end - at
         stored = moved = 0
@@ -126,9 +146,25 @@ class PoolModel:
                 self._used_by[owner] += missing
         elif missing:
             self.refused_blocks += missing
-        for extent in reversed(path):
-            self._extents.move_to_end(extent.chain[extent.start])
+        self._touch(path, now)
         return stored, moved
+
+    def _path(self, chain: Pieces, limit: int) -> list[tuple[Extent, int]]:
+        """The extents along `chain` as far as they are without a gap, each with where it ends or parts."""
+        extents = self._extents
+        path: list[tuple[Extent, int]] = []
+        at = 0
+        while at < limit and (extent := extents.get(chain[at])) is not None:
+            end = extent.end if extent.end < limit else limit
+            at = end if extent.chain is chain else common(chain, extent.chain, at, end)
+            path.append((extent, at))
+        return path
+
+    def _touch(self, path: list[Extent], now: float) -> None:
+        """From the end to the head."""
+        for extent in reversed(path):
+            extent.touched = now
+            self._extents.move_to_end(extent.chain[extent.start])
 
     def _place(self, blocks: int, writer: int) -> int:
         if self._placement == "owner" and self._used_by[writer] + blocks <= self._each:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import Final, NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ from policies.types import Candidate, Policy, Rates
 from policies.types import Turn as Question
 from replay.chains import Pieces
 from replay.instance import Instance, Job
-from replay.pool import SPREAD, PoolModel
+from replay.pool import Places, PoolModel
 from replay.profile import Profile
 from store.index import BlockIndex
 
@@ -116,7 +116,7 @@ class PolicyChooser:
         size, ledger = self._size, self._ledger
         local = self._index.match(keys, limit=limit)
         pool = self._pool.prefix(chain, limit) if self._pool is not None else 0
-        owned = self._owned(chain, pool)
+        places = self._pool.places(chain, pool) if self._pool is not None and pool else None
         found: list[Candidate] = []
         for number, (name, report) in enumerate(zip(self._names, self._reports, strict=True)):
             held = local.get(name, 0)
@@ -127,7 +127,9 @@ class PolicyChooser:
                     name,
                     local_tokens=held * size,
                     pool_tokens=pool * size,
-                    own_segment_tokens=owned(number, held) * size if owned is not None and pool > held else 0,
+                    own_segment_tokens=places.own_or_spread(number, held) * size
+                    if places and pool > held
+                    else 0,
                     coming_tokens=coming * size,
                     queued_tokens=load.queued_tokens,
                     queued_context=load.queued_context,
@@ -145,24 +147,6 @@ class PolicyChooser:
                 )
             )
         return found
-
-    def _owned(self, chain: Pieces, pool: int) -> Callable[[int, int], int] | None:
-        """How many of the pool's blocks beyond those held lie in an instance's own segment."""
-        if not pool or self._pool is None:
-            return None
-        parts = self._pool.parts(chain, 0, pool)
-        segments = len(self._names)
-
-        def owned(number: int, held: int) -> int:
-            at, count = 0, 0.0
-            for owner, blocks in parts:
-                beyond = min(blocks, at + blocks - held)
-                at += blocks
-                if beyond > 0 and owner in (number, SPREAD):
-                    count += beyond if owner == number else beyond / segments
-            return int(count)
-
-        return owned
 
     def prefilled(self, job: Job, now: float) -> None:
         """With P/D the gateway sees the first token of decode; that of prefill ends its leg."""
@@ -213,7 +197,8 @@ class Clairvoyant:
     def choose(self, job: Job, now: float) -> int:
         limit = (job.asked.prompt_tokens - 1) // self._size
         pool = self._pool.prefix(job.asked.chain, limit) if self._pool is not None else 0
-        costs = [self._cost(each, job, limit, pool, now) for each in self._instances]
+        places = self._pool.places(job.asked.chain, pool) if self._pool is not None and pool else None
+        costs = [self._cost(each, job, limit, pool, places, now) for each in self._instances]
         bound = min(seconds for seconds, _ in costs) + _EQUAL_S
         close = [each for each in self._instances if costs[each.number][0] <= bound]
         before = self._where.get(job.session)
@@ -229,7 +214,9 @@ class Clairvoyant:
             self._where[job.session] = number
         return number
 
-    def _cost(self, instance: Instance, job: Job, limit: int, pool: int, now: float) -> tuple[float, int]:
+    def _cost(
+        self, instance: Instance, job: Job, limit: int, pool: int, places: Places | None, now: float
+    ) -> tuple[float, int]:
         """Seconds to the first token, and blocks that are there already."""
         chain, profile, size = job.asked.chain, self._profile, self._size
         local = instance.prefill.engine.cache.hit(chain, limit)
@@ -242,10 +229,8 @@ class Clairvoyant:
         queue = max(queue, self._room_wait(instance, job, local))
         compute = queue + (job.asked.prompt_tokens - cached * size) / rate
         pull, own = 0.0, 0
-        if pool > local:
-            assert self._pool is not None
-            parts = self._pool.parts(chain, local, pool)
-            own = sum(part.blocks for part in parts if part.owner == instance.number)
+        if places is not None and pool > local:
+            own = places.own(instance.number, local)
             busy = 1 + len(instance.network.flows)
             block = profile.block_bytes.value
             pull = (pool - local - own) * block * busy / profile.network_bytes_s.value
