@@ -94,7 +94,7 @@ def replayed(sessions: int, turns: int, *, pool: bool) -> float:
     fleet = Fleet(profile, WORKERS, "owner" if pool else None)
     load = Load(sessions, ramp_s=THINK_S)
     run = Run(trace, fleet, load, Rotation(), 0, [0.0] * sessions).run()
-    return measure(run, ideal_hits(trace), WORKERS, 0.0, profile.prefill_tok_s.value).hit_rate
+    return measure(run, ideal_hits(trace), WORKERS, 0.0, WORKERS * profile.prefill_tok_s.value).hit_rate
 
 
 async def live(targets: Targets, ports: Any, logs: Path, sessions: int, turns: int, *, pool: bool) -> float:

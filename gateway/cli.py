@@ -347,6 +347,16 @@ def replay(
     ramp: Annotated[float, typer.Option(help="Seconds in which the first sessions begin.")] = 30.0,
     think: Annotated[float, typer.Option(help="Share of the trace's thinking time that passes.")] = 1.0,
     warmup: Annotated[float, typer.Option(help="Share of turns left out at the start.")] = 0.1,
+    unlike: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="COUNT:PROFILE or COUNT:KEY=NUMBER,...: so many of the instances are others; repeatable."
+        ),
+    ] = None,
+    fail: Annotated[
+        list[float] | None, typer.Option(help="Second at which an instance dies; repeatable.")
+    ] = None,
+    down: Annotated[float, typer.Option(help="Seconds until it is back, empty.")] = 30.0,
     seed: Annotated[int, typer.Option(help="Same seed, same result.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with curves to this file.")] = None,
@@ -389,9 +399,18 @@ def replay(
         ramp_s=ramp,
         think=think,
         warmup=warmup,
+        failures=fail or (),
+        down_s=down,
     )
     try:
-        run_replay(experiment, figures=figures or (), options=option or (), json=json, page=html)
+        run_replay(
+            experiment,
+            figures=figures or (),
+            options=option or (),
+            unlike=unlike or (),
+            json=json,
+            page=html,
+        )
     except ReplayError as error:
         _fail(str(error))
 

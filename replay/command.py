@@ -30,18 +30,23 @@ def replay(
     *,
     figures: Sequence[str] = (),
     options: Sequence[str] = (),
+    unlike: Sequence[str] = (),
     json: Path | None = None,
     page: Path | None = None,
 ) -> None:
     """Runs, prints the table and writes the files. Raises ReplayError.
 
-    figures: `KEY=NUMBER` for the profile. options: `POLICY.OPTION=VALUE`.
+    figures: `KEY=NUMBER` for the profile. options: `POLICY.OPTION=VALUE`. unlike: `COUNT:PROFILE` or
+    `COUNT:KEY=NUMBER,...`.
     """
     for path in (json, page):
         if path is not None and not path.parent.is_dir():
             raise ReplayError(f"{path}: there is no directory {path.parent}")
     experiment = replace(
-        experiment, figures=_figures(figures), options=_options(options, experiment.policies)
+        experiment,
+        figures=_figures(figures),
+        options=_options(options, experiment.policies),
+        unlike=[_unlike(word) for word in unlike],
     )
     progress = _Progress()
     try:
@@ -93,15 +98,24 @@ class _Progress:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _figures(words: Sequence[str]) -> Mapping[str, float]:
+def _figures(words: Sequence[str], flag: str = "--set takes") -> Mapping[str, float]:
     found: dict[str, float] = {}
     for word in words:
         key, _, value = word.partition("=")
         try:
             found[key] = float(value)
         except ValueError:
-            raise ReplayError(f"--set takes KEY=NUMBER, not {word!r}") from None
+            raise ReplayError(f"{flag} KEY=NUMBER, not {word!r}") from None
     return found
+
+
+def _unlike(word: str) -> tuple[int, str, Mapping[str, float]]:
+    count, _, what = word.partition(":")
+    if not count.isdecimal() or not what:
+        raise ReplayError(f"--unlike takes COUNT:PROFILE or COUNT:KEY=NUMBER,..., not {word!r}")
+    if "=" not in what:
+        return int(count), what, {}
+    return int(count), "", _figures(what.split(","), "after COUNT: --unlike takes a profile or")
 
 
 def _options(words: Sequence[str], policies: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:

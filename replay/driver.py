@@ -18,11 +18,30 @@ from replay.traces.types import Trace
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """instances of one profile; `placement` None: without a pool."""
+    """instances of one profile, but for the last ones, which have those of `unlike`, one each; `placement`
+    None: without a pool."""
 
     profile: Profile
     instances: int
     placement: Placement | None
+    unlike: Sequence[Profile] = ()
+
+    @property
+    def profiles(self) -> list[Profile]:
+        return [self.profile] * (self.instances - len(self.unlike)) + list(self.unlike)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An instance dies `at_s` seconds after the start and is back, empty, `down_s` later. Which: by seed."""
+
+    at_s: float
+    down_s: float
+
+
+# How long an agent waits before it asks again for an answer that broke off, and the gateway while it has
+# nobody to send to.
+AGAIN_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +67,7 @@ class Finished:
     pool_evicted_blocks: int = 0
     pool_refused_blocks: int = 0
     preemptions: int = 0
+    failures: int = 0
     events: int = 0
 
 
@@ -66,8 +86,9 @@ class Run:
         seed: int,
         to_come: Sequence[float],
         progress: Progress | None = None,
+        failures: Sequence[Failure] = (),
     ) -> None:
-        profile = fleet.profile
+        profiles = fleet.profiles
         self._sessions: Final = trace.sessions
         self._load: Final = load
         self._clock: Final = Clock()
@@ -75,11 +96,11 @@ class Run:
         self._progress: Final = progress
         self._ended = 0
         self._next = 0
+        self._total: Final = sum(len(each.turns) for each in trace.sessions)
         self._result: Final = Finished()
         self._pool = (
             PoolModel(
-                fleet.instances,
-                int(profile.segment_bytes.value / profile.block_bytes.value),
+                [int(each.segment_bytes.value / each.block_bytes.value) for each in profiles],
                 fleet.placement,
             )
             if fleet.placement is not None
@@ -88,15 +109,20 @@ class Run:
         links = schedule(self._clock)
         self._instances: Final = [
             Instance(number, profile, self._clock, links, self._pool, self)
-            for number in range(fleet.instances)
+            for number, profile in enumerate(profiles)
         ]
         for each in self._instances:
             each.know(self._instances)
         self._chooser: Chooser = (
-            Clairvoyant(self._instances, profile, self._pool, to_come)
+            Clairvoyant(self._instances, self._pool, to_come)
             if policy is None
-            else PolicyChooser(policy, self._instances, profile, self._pool, seed)
+            else PolicyChooser(policy, self._instances, fleet.profile, self._pool, seed)
         )
+        # Its own source of numbers, so that the sessions come as they do without failures.
+        self._fate: Final = Random(f"failures {seed}")
+        self._down: Final[set[int]] = set()
+        for failure in failures:
+            self._clock.at(failure.at_s, self._die, failure)
 
     def run(self) -> Finished:
         self._begin()
@@ -105,7 +131,9 @@ class Run:
         if self._pool is not None:
             result.pool_evicted_blocks = self._pool.evicted_blocks
             result.pool_refused_blocks = self._pool.refused_blocks
-        result.preemptions = sum(each.prefill.engine.counters.preemptions for each in self._instances)
+        result.preemptions = sum(
+            each.preemptions + each.prefill.engine.counters.preemptions for each in self._instances
+        )
         result.events = self._clock.entries
         return result
 
@@ -132,7 +160,48 @@ class Run:
         turns = self._sessions[session].turns
         job = Job(session, place, len(jobs), turns[place], now, place + 1 == len(turns))
         jobs.append(job)
-        self._instances[self._chooser.choose(job, now)].take(job)
+        self._place(job)
+
+    def _place(self, job: Job) -> None:
+        now = self._clock.now
+        number = self._chooser.choose(job, now)
+        if number is None:
+            self._clock.at(now + AGAIN_S, self._place, job)
+        else:
+            self._instances[number].take(job)
+
+    # ------------------------------------------------------------------ failures
+
+    def _die(self, failure: Failure) -> None:
+        if self._ended == self._total:
+            return
+        now = self._clock.now
+        number = self._fate.randrange(len(self._instances))
+        if number in self._down:
+            return
+        self._down.add(number)
+        self._result.failures += 1
+        lost = self._instances[number].die()
+        if self._pool is not None:
+            self._pool.lose(number, self._fate)
+        self._chooser.died(number, now)
+        self._clock.at(now + failure.down_s, self._back, number)
+        for job in lost:
+            self._chooser.ended(job, now)
+            if job.started <= now:
+                # The client has had a part of the answer, so that nobody but the agent can ask again.
+                job.failed = True
+                self._clock.at(now + AGAIN_S, self._ask, job.session, job.place)
+            else:
+                job.retried += 1
+                job.prefill, job.own_tokens = None, 0.0
+                self._place(job)
+
+    def _back(self, number: int) -> None:
+        self._down.discard(number)
+        if self._pool is not None:
+            self._pool.back(number)
+        self._chooser.back(number, self._clock.now)
 
     # ------------------------------------------------------------------ what instances tell
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from policies.registry import make
 from replay import profile as profiles
-from replay.driver import Fleet, Load, Run
+from replay.driver import Failure, Fleet, Load, Run
 from replay.measure import Measures, ideal_hits, measure
 from replay.pool import Placement
 from replay.profile import Profile
@@ -28,7 +28,9 @@ class BadExperiment(ValueError):
 class Experiment:
     """What to run. active: sessions under way at a time (default 50 for each instance). sessions: how many of
     the trace are run, or with copies how many more (default: all, at least `active`). head: tokens of
-    head that sessions share at most. figures: changes to the profile."""
+    head that sessions share at most. figures: changes to the profile. unlike: so many of the instances have
+    another profile (a name; "" for the same), with such changes. failures: when instances die, in seconds,
+    each for down_s."""
 
     file: str
     format: str
@@ -47,6 +49,9 @@ class Experiment:
     rate: float | None = None
     think: float = 1.0
     warmup: float = 0.1
+    unlike: Sequence[tuple[int, str, Mapping[str, float]]] = ()
+    failures: Sequence[float] = ()
+    down_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +78,15 @@ def run(experiment: Experiment, progress: Progress | None = None) -> Outcome:
     _check(experiment)
     made = {name: make(name, experiment.options.get(name)) for name in experiment.policies}
     profile = profiles.load(experiment.profile, experiment.figures)
+    fleet = _fleet(experiment, profile)
     active = experiment.active or _PER_INSTANCE * experiment.instances
-    trace, truncated = _trace(experiment, profile, active)
+    trace, truncated = _trace(experiment, fleet, active)
     ideal = ideal_hits(trace)
     to_come = _to_come(trace, ideal, profile)
-    fleet = Fleet(profile, experiment.instances, experiment.placement if experiment.pool else None)
     load = Load(active, experiment.ramp_s, experiment.rate, experiment.think)
     total = sum(len(session.turns) for session in trace.sessions)
+    failures = [Failure(at, experiment.down_s) for at in experiment.failures]
+    prefill_tok_s = sum(each.prefill_tok_s.value for each in fleet.profiles)
     measured: dict[str, Measures] = {}
     for name, policy in [*made.items(), (CLAIRVOYANT, None)]:
 
@@ -87,10 +94,8 @@ def run(experiment: Experiment, progress: Progress | None = None) -> Outcome:
             if progress is not None:
                 progress(name, turns, total)
 
-        finished = Run(trace, fleet, load, policy, experiment.seed, to_come, ended).run()
-        measured[name] = measure(
-            finished, ideal, experiment.instances, experiment.warmup, profile.prefill_tok_s.value
-        )
+        finished = Run(trace, fleet, load, policy, experiment.seed, to_come, ended, failures).run()
+        measured[name] = measure(finished, ideal, experiment.instances, experiment.warmup, prefill_tok_s)
     clairvoyant = measured.pop(CLAIRVOYANT)
     return Outcome(experiment, profile, len(trace.sessions), active, truncated, measured, clairvoyant)
 
@@ -133,6 +138,9 @@ def _check(experiment: Experiment) -> None:
         (experiment.rate is None or experiment.rate > 0, "rate must be above 0"),
         (experiment.think >= 0, "think must not be negative"),
         (experiment.ramp_s >= 0, "ramp must not be negative"),
+        (all(at >= 0 for at in experiment.failures), "instances cannot die before the start"),
+        (experiment.down_s >= 0, "down must not be negative"),
+        (all(count >= 1 for count, _, _ in experiment.unlike), "at least one instance must be unlike"),
         (0 <= experiment.warmup < 1, f"warmup must be from 0 to below 1, not {experiment.warmup:g}"),
     )
     for good, message in checks:
@@ -140,7 +148,24 @@ def _check(experiment: Experiment) -> None:
             raise BadExperiment(message)
 
 
-def _trace(experiment: Experiment, profile: Profile, active: int) -> tuple[Trace, int]:
+def _fleet(experiment: Experiment, profile: Profile) -> Fleet:
+    unlike: list[Profile] = []
+    for count, name, figures in experiment.unlike:
+        other = profiles.load(name or experiment.profile, {**experiment.figures, **figures})
+        for key in ("block_size", "block_bytes"):
+            if getattr(other, key).value != getattr(profile, key).value:
+                raise BadExperiment(f"instances of one pool have one model: {key} must be the same")
+        if (other.decode is None) != (profile.decode is None):
+            raise BadExperiment("instances with decode of their own and others do not go together")
+        unlike += [other] * count
+    if len(unlike) > experiment.instances:
+        raise BadExperiment(f"{len(unlike)} instances are to be unlike, but there are {experiment.instances}")
+    return Fleet(profile, experiment.instances, experiment.placement if experiment.pool else None, unlike)
+
+
+def _trace(experiment: Experiment, fleet: Fleet, active: int) -> tuple[Trace, int]:
+    profile = fleet.profile
+    limit = min(min(each.max_model_len.value, each.hbm_tokens.value) for each in fleet.profiles)
     wanted = experiment.sessions or active
     trace = files.load(
         experiment.file, experiment.format, profile.blocks_of_tokens, sessions=wanted, head=experiment.head
@@ -152,7 +177,7 @@ def _trace(experiment: Experiment, profile: Profile, active: int) -> tuple[Trace
         turns = list(session.turns)
         for place, asked in enumerate(turns):
             tokens = asked.prompt_tokens + asked.output_tokens
-            if tokens > min(profile.max_model_len.value, profile.hbm_tokens.value):
+            if tokens > limit:
                 turns = turns[:place]
                 truncated += 1
                 break

@@ -37,6 +37,8 @@ class Job:
     session, place: which turn of which session; number: the how-manieth of the run; last: no turn comes
     after it in its session. own_tokens: of the pool
     tokens, those that lay in the instance's own segment. pulled_bytes, put_bytes: over the network.
+    retried: how often it was sent again because its instance died before its first token; failed: it died
+    after that, in the middle of the answer.
     """
 
     session: int
@@ -52,6 +54,8 @@ class Job:
     own_tokens: float = 0.0
     pulled_bytes: float = 0.0
     put_bytes: float = 0.0
+    retried: int = 0
+    failed: bool = False
 
 
 class Watcher(Protocol):
@@ -67,7 +71,7 @@ class Watcher(Protocol):
 class Station:
     """An engine that is woken when something happens in it."""
 
-    __slots__ = ("_clock", "_handle", "_wake", "engine")
+    __slots__ = ("_clock", "_gone", "_handle", "_wake", "engine")
 
     def __init__(
         self,
@@ -81,16 +85,22 @@ class Station:
         self._clock: Final = clock
         self._handle: Final = handle
         self._wake = math.inf
+        self._gone = False
+
+    def stop(self) -> None:
+        """It is gone: nothing happens in it any more, whoever calls."""
+        self._gone = True
 
     def submit(self, turn: Turn) -> None:
         self._advance()
         self.engine.submit(turn, self._clock.now)
         self._settle()
 
-    def loaded(self, turn: Turn) -> None:
-        self._advance()
-        self.engine.loaded(turn, self._clock.now)
-        self._settle()
+    def loaded(self, turn: Turn, *, ok: bool = True) -> None:
+        if not self._gone:
+            self._advance()
+            self.engine.loaded(turn, self._clock.now, ok=ok)
+            self._settle()
 
     def _advance(self) -> None:
         now = self._clock.now
@@ -106,7 +116,7 @@ class Station:
         self._wake = following
 
     def _woken(self, when: float) -> None:
-        if when == self._wake:
+        if when == self._wake and not self._gone:
             self._wake = math.inf
             self._advance()
             self._settle()
@@ -125,26 +135,53 @@ class Instance:
         watcher: Watcher,
     ) -> None:
         self.number: Final = number
+        self.profile: Final = profile
         self.jobs: Final[dict[Job, None]] = {}  # before their first token
+        self.preemptions = 0  # of those of its engines that are gone
+        self._under_way: Final[dict[Job, None]] = {}
         self.network: Final = Link(profile.network_bytes_s.value)
         self._sources: list[Instance] = []
         self._outgoing: Final = Link(profile.network_bytes_s.value)
         self._host: Final = Link(profile.host_bytes_s.value)
-        self._profile: Final = profile
         self._size: Final = profile.blocks_of_tokens
         self._block_bytes: Final = profile.block_bytes.value
         self._clock: Final = clock
         self._links: Final = links
         self._pool: Final = pool
         self._watcher: Final = watcher
-        lookup = self._lookup if pool is not None else None
-        self.prefill: Final = Station(clock, profile.limits(STRIDE), profile.rates(), lookup, self._handle)
-        self._decode: Station | None = None
         if profile.decode is not None:
             self._handoff: Final = Link(profile.decode.network_bytes_s.value)
-            self._decode = Station(
-                clock, profile.decode_limits(STRIDE), profile.decode_rates(), self._all, self._handle_decode
-            )
+        self.prefill, self._decode = self._stations()
+
+    def _stations(self) -> tuple[Station, Station | None]:
+        """Empty engines."""
+        clock, profile = self._clock, self.profile
+        lookup = self._lookup if self._pool is not None else None
+        prefill = Station(clock, profile.limits(STRIDE), profile.rates(), lookup, self._handle)
+        if profile.decode is None:
+            return prefill, None
+        limits, rates = profile.decode_limits(STRIDE), profile.decode_rates()
+        return prefill, Station(clock, limits, rates, self._all, self._handle_decode)
+
+    def die(self) -> list[Job]:
+        """Everything in it is lost, and the transfers from and to it. Returns the turns that were under way.
+
+        It is there again, empty, as soon as turns are sent to it.
+        """
+        now = self._clock.now
+        for station in (self.prefill, self._decode):
+            if station is not None:
+                station.stop()
+        self.preemptions += self.prefill.engine.counters.preemptions
+        self.prefill, self._decode = self._stations()
+        lost = list(self._under_way)
+        self._under_way.clear()
+        self.jobs.clear()
+        for link in (self.network, self._outgoing, self._host):
+            self._links.cut(link, now)
+        if self.profile.decode is not None:
+            self._links.cut(self._handoff, now)
+        return lost
 
     def know(self, instances: list[Instance]) -> None:
         """All instances, this one included: blocks are pulled from their segments."""
@@ -152,10 +189,12 @@ class Instance:
 
     def take(self, job: Job) -> None:
         job.instance = self.number
-        self.jobs[job] = None
-        self._clock.at(self._clock.now + self._profile.overhead_s.value, self._submit, job)
+        self.jobs[job] = self._under_way[job] = None
+        self._clock.at(self._clock.now + self.profile.overhead_s.value, self._submit, job)
 
     def _submit(self, job: Job) -> None:
+        if job not in self._under_way:
+            return  # died since
         asked = job.asked
         answer = asked.output_tokens if self._decode is None else 1
         job.prefill = Turn(asked.chain, asked.prompt_tokens, answer, owner=job)
@@ -209,8 +248,9 @@ class Instance:
             self._end(_job(effect.turn), now)
 
     def _end(self, job: Job, now: float) -> None:
+        del self._under_way[job]
         asked = job.asked
-        if self._profile.saves_decode.value:
+        if self.profile.saves_decode.value:
             self._save(job, (asked.prompt_tokens + asked.output_tokens - 1) // self._size, now)
         self._watcher.ended(job, now)
 
@@ -236,7 +276,7 @@ class Instance:
         job.own_tokens += own * self._size
         pulled = sum(remote.values()) * self._block_bytes
         job.pulled_bytes += pulled
-        profile = self._profile
+        profile = self.profile
         wait = profile.lookup_s.value + profile.lookup_block_s.value * load.end + profile.pull_setup_s.value
         transfers: list[tuple[float, tuple[Link, ...]]] = []
         if own:
@@ -250,16 +290,24 @@ class Instance:
         self._clock.at(now + wait, self._transfer, load.turn, transfers)
 
     def _transfer(self, turn: Turn, transfers: list[tuple[float, tuple[Link, ...]]]) -> None:
-        left = len(transfers)
+        left, ok, station = len(transfers), True, self.prefill
+        if _job(turn) not in self._under_way:
+            return
 
         def ended(_: float) -> None:
             nonlocal left
             left -= 1
             if left == 0:
-                self.prefill.loaded(turn)
+                station.loaded(turn, ok=ok)
+
+        def failed(now: float) -> None:
+            """Its source died. What does not come is computed."""
+            nonlocal ok
+            ok = False
+            ended(now)
 
         for size, links in transfers:
-            self._links.start(size, links, ended, self._clock.now)
+            self._links.start(size, links, ended, self._clock.now, failed)
 
 
 def schedule(clock: Clock) -> Links:

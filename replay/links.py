@@ -19,14 +19,20 @@ class Link:
 
 
 class Flow:
-    """Bytes on their way over up to two links. `ends_at` holds while `version` stays the same."""
+    """Bytes on their way over up to two links. `ends_at` holds while `version` stays the same.
 
-    __slots__ = ("at", "ends_at", "finish", "left", "links", "rate", "version")
+    finish: called when they are there; fail: when one end of a link is gone before that.
+    """
 
-    def __init__(self, size: float, links: tuple[Link, ...], finish: Finish, now: float) -> None:
+    __slots__ = ("at", "ends_at", "fail", "finish", "left", "links", "rate", "version")
+
+    def __init__(
+        self, size: float, links: tuple[Link, ...], finish: Finish, fail: Finish | None, now: float
+    ) -> None:
         self.left = size
         self.links: Final = links
         self.finish: Final = finish
+        self.fail: Final = fail
         self.at = now
         self.rate = 0.0
         self.ends_at = now
@@ -39,8 +45,15 @@ class Links:
     def __init__(self, schedule: Callable[[Flow, int], None]) -> None:
         self._schedule: Final = schedule
 
-    def start(self, size: float, links: tuple[Link, ...], finish: Finish, now: float) -> Flow:
-        flow = Flow(size, links, finish, now)
+    def start(
+        self,
+        size: float,
+        links: tuple[Link, ...],
+        finish: Finish,
+        now: float,
+        fail: Finish | None = None,
+    ) -> Flow:
+        flow = Flow(size, links, finish, fail, now)
         for link in links:
             link.flows[flow] = None
         self._share(links, now)
@@ -50,11 +63,21 @@ class Links:
         """Calls the flow's `finish` unless its end has moved since."""
         if version != flow.version:
             return
+        self._leave(flow, now)
+        flow.finish(now)
+
+    def cut(self, link: Link, now: float) -> None:
+        """One end of it is gone: all that was on its way over it fails."""
+        for flow in list(link.flows):
+            self._leave(flow, now)
+            if flow.fail is not None:
+                flow.fail(now)
+
+    def _leave(self, flow: Flow, now: float) -> None:
         flow.version += 1
         for link in flow.links:
             del link.flows[flow]
         self._share(flow.links, now)
-        flow.finish(now)
 
     def _share(self, links: tuple[Link, ...], now: float) -> None:
         """Those who share a link with one that came or went go on at another rate."""

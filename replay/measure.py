@@ -23,7 +23,9 @@ class Measures(msgspec.Struct, frozen=True):
     pool and `remote_pool` in others'. local_share: of hit tokens, those that needed no network;
     own_segment_share: of hit tokens, those in the own segment. pool_network_bytes: pulled and put.
     throughput_tok_s: prompt and answer tokens. imbalance: turns under way on the instance that has most, over
-    the mean. ttft_s, e2e_s: percentiles 1 to 100.
+    the mean. retried_turns: sent again because their instance died before their first token; their times
+    begin with the first try. failed_turns: their instance died in the middle of the answer; they are in no
+    other figure, but that the agent asks again. ttft_s, e2e_s: percentiles 1 to 100.
     """
 
     turns: int
@@ -40,6 +42,9 @@ class Measures(msgspec.Struct, frozen=True):
     pool_evicted_blocks: int
     pool_refused_blocks: int
     preemptions: int
+    failures: int
+    retried_turns: int
+    failed_turns: int
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
@@ -83,8 +88,9 @@ def ideal_hits(trace: Trace) -> list[list[int]]:
 def measure(
     run: Finished, ideal: Sequence[Sequence[int]], instances: int, warmup: float, prefill_tok_s: float
 ) -> Measures:
-    """warmup: the share of turns, by order of arrival, that is left out."""
-    jobs = run.jobs[int(len(run.jobs) * warmup) :]
+    """warmup: the share of turns, by order of arrival, that is left out. prefill_tok_s: of all instances."""
+    asked = run.jobs[int(len(run.jobs) * warmup) :]
+    jobs = [job for job in asked if not job.failed]
     prompt = sum(job.asked.prompt_tokens for job in jobs)
     local = sum(_local(job) for job in jobs)
     pool = sum(_pool(job) for job in jobs)
@@ -112,6 +118,9 @@ def measure(
         pool_evicted_blocks=run.pool_evicted_blocks,
         pool_refused_blocks=run.pool_refused_blocks,
         preemptions=run.preemptions,
+        failures=run.failures,
+        retried_turns=sum(job.retried > 0 for job in jobs),
+        failed_turns=len(asked) - len(jobs),
         ttft_p50_s=_percentile(ttft, 50),
         ttft_p90_s=_percentile(ttft, 90),
         ttft_p99_s=_percentile(ttft, 99),
@@ -120,7 +129,7 @@ def measure(
         e2e_p99_s=_percentile(e2e, 99),
         throughput_tok_s=(prompt + answers) / duration,
         duration_s=duration,
-        prefill_busy=(prompt - hit) / prefill_tok_s / instances / duration,
+        prefill_busy=(prompt - hit) / prefill_tok_s / duration,
         imbalance=float(load.max() / load.mean()),
         moved_share=_moved(jobs),
         ttft_s=_series(ttft),

@@ -10,7 +10,9 @@ leased, with all that follows it, and goes as one. An extent costs the same for 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import log
+from random import Random
 from typing import Final, Literal, NamedTuple
 
 from replay.chains import Pieces, common
@@ -60,9 +62,10 @@ class Places:
 
 
 class Extent:
-    """Blocks `start` to `end - 1` of `chain`."""
+    """Blocks `start` to `end - 1` of `chain`, of which `missing` went with a segment, its first one among
+    them: then none of it is of use until it is put again."""
 
-    __slots__ = ("chain", "end", "owner", "start", "touched")
+    __slots__ = ("chain", "end", "missing", "owner", "start", "touched")
 
     def __init__(self, chain: Pieces, start: int, end: int, owner: int, touched: float) -> None:
         self.chain = chain
@@ -70,22 +73,24 @@ class Extent:
         self.end = end
         self.owner = owner
         self.touched = touched
+        self.missing = 0
 
 
 class PoolModel:
-    """`segments` of equal size, in blocks. Owner placement prefers the writer's own while it has room.
+    """One segment for each of `sizes`, in blocks. Owner placement prefers the writer's own if it has room.
 
     Puts are seen at once: they take milliseconds, and a session's next turn comes after its answer.
     """
 
-    def __init__(self, segments: int, blocks_each: int, placement: Placement) -> None:
+    def __init__(self, sizes: Sequence[int], placement: Placement) -> None:
         self.evicted_blocks = 0
         self.refused_blocks = 0
-        self._segments: Final = segments
-        self._each: Final = blocks_each
+        self._sizes: Final = tuple(sizes)
+        self._segments: Final = len(self._sizes)
+        self._room = sum(self._sizes)
         self._placement: Final[Placement] = placement
         self._used = 0
-        self._used_by = [0] * segments
+        self._used_by = [0] * len(self._sizes)
         # By the key of an extent's first block; the one touched longest ago first. A chain is touched from
         # its end to its head, so that no head goes before what follows it.
         self._extents: OrderedDict[int, Extent] = OrderedDict()
@@ -124,17 +129,36 @@ class PoolModel:
     def put(self, chain: Pieces, end: int, writer: int, now: float) -> tuple[int, int]:
         """Stores what is missing of the leading `end` blocks. Returns how many blocks, and how many of them
         went to other segments than the writer's own."""
-        found = self._path(chain, end)
-        path = [extent for extent, _ in found]
-        at = found[-1][1] if found else 0
-        for extent in path:
-            extent.touched = now
+        path: list[Extent] = []
+        at = stored = moved = 0
+        while at < end:
+            for extent, after in self._path(chain, end, at):
+                extent.touched = now
+                path.append(extent)
+                at = after
+            hole = self._extents.get(chain[at]) if at < end else None
+            if hole is None:
+                break
+            hole.touched = now
+            self._split(hole, common(chain, hole.chain, at, min(end, hole.end)))
+            blocks = hole.missing
+            if not self._make_room(blocks, now):
+                self.refused_blocks += blocks
+                self._touch(path, now)
+                return stored, moved
+            if blocks == hole.end - hole.start:
+                hole.owner = self._place(blocks, writer)
+            if hole.owner != SPREAD:
+                self._used_by[hole.owner] += blocks
+            hole.missing = 0
+            self._used += blocks
+            stored += blocks
+            moved += 0 if hole.owner == writer else blocks - blocks // self._segments
         missing = end - at
-        stored = moved = 0
         if missing and self._make_room(missing, now):
-            stored = missing
+            stored += missing
             owner = self._place(missing, writer)
-            moved = 0 if owner == writer else missing - missing // self._segments
+            moved += 0 if owner == writer else missing - missing // self._segments
             last = path[-1] if path else None
             if last is not None and last.end == at and last.owner == owner:
                 last.chain, last.end = chain, end
@@ -149,12 +173,53 @@ class PoolModel:
         self._touch(path, now)
         return stored, moved
 
-    def _path(self, chain: Pieces, limit: int) -> list[tuple[Extent, int]]:
-        """The extents along `chain` as far as they are without a gap, each with where it ends or parts."""
+    def lose(self, segment: int, random: Random) -> None:
+        """Its worker is gone, and with it what lay there: of extents on all segments, a block here and there.
+
+        There is no other copy, so that of those only what comes before the first lost block is of use.
+        """
+        self._room -= self._sizes[segment]
+        kept: OrderedDict[int, Extent] = OrderedDict()
+        for first, extent in self._extents.items():
+            blocks = extent.end - extent.start
+            if extent.missing or extent.owner not in (segment, SPREAD):
+                kept[first] = extent
+                continue
+            whole = 0 if extent.owner == segment else _until_lost(self._segments, random)
+            if whole < blocks:
+                lost, start = extent, extent.start + whole
+                if whole:
+                    lost = Extent(extent.chain, start, extent.end, SPREAD, extent.touched)
+                    extent.end = start
+                left = blocks - whole
+                lost.missing = left if extent.owner == segment else max(1, left // self._segments)
+                self._used -= lost.missing
+                if extent.owner == segment:
+                    self._used_by[segment] -= blocks
+                kept[lost.chain[start]] = lost
+            if whole:
+                kept[first] = extent
+        self._extents = kept
+
+    def back(self, segment: int) -> None:
+        """Its worker is there again, and the segment empty."""
+        self._room += self._sizes[segment]
+
+    def _split(self, hole: Extent, at: int) -> None:
+        """Only what is before block `at` will be put again."""
+        if at == hole.end:
+            return
+        blocks, rest = hole.end - hole.start, hole.end - at
+        tail = Extent(hole.chain, at, hole.end, hole.owner, hole.touched)
+        tail.missing = min(hole.missing - 1, hole.missing * rest // blocks)
+        hole.end, hole.missing = at, hole.missing - tail.missing
+        self._extents[tail.chain[at]] = tail
+
+    def _path(self, chain: Pieces, limit: int, at: int = 0) -> list[tuple[Extent, int]]:
+        """The extents along `chain` from `at` on until one is not whole, each with where it ends or parts."""
         extents = self._extents
         path: list[tuple[Extent, int]] = []
-        at = 0
-        while at < limit and (extent := extents.get(chain[at])) is not None:
+        while at < limit and (extent := extents.get(chain[at])) is not None and not extent.missing:
             end = extent.end if extent.end < limit else limit
             at = end if extent.chain is chain else common(chain, extent.chain, at, end)
             path.append((extent, at))
@@ -167,13 +232,13 @@ class PoolModel:
             self._extents.move_to_end(extent.chain[extent.start])
 
     def _place(self, blocks: int, writer: int) -> int:
-        if self._placement == "owner" and self._used_by[writer] + blocks <= self._each:
+        if self._placement == "owner" and self._used_by[writer] + blocks <= self._sizes[writer]:
             return writer
         return SPREAD
 
     def _make_room(self, blocks: int, now: float) -> bool:
         """False when what would have to go is leased still."""
-        room = self._segments * self._each
+        room = self._room
         if self._used + blocks <= room * _HIGH:
             return True
         goal = max(0, min(int(room * (_HIGH - _DROP)), room - blocks))
@@ -182,7 +247,11 @@ class PoolModel:
             if first is None or self._extents[first].touched + LEASE_S > now:
                 break
             extent = self._extents[first]
-            self._forget(extent, min(extent.end - extent.start, self._used - goal))
+            if extent.missing:
+                self._used -= extent.end - extent.start - extent.missing
+                extent.end = extent.start
+            else:
+                self._forget(extent, min(extent.end - extent.start, self._used - goal))
             if extent.start == extent.end:
                 del self._extents[first]
         return self._used + blocks <= room
@@ -194,3 +263,10 @@ class PoolModel:
         self.evicted_blocks += blocks
         if extent.owner != SPREAD:
             self._used_by[extent.owner] -= blocks
+
+
+def _until_lost(segments: int, random: Random) -> int:
+    """How many blocks come before the first that lay on one of so many segments."""
+    if segments == 1:
+        return 0
+    return int(log(1.0 - random.random()) / log(1.0 - 1.0 / segments))

@@ -63,6 +63,12 @@ def document(outcome: Outcome) -> dict[str, Any]:
             "rate": experiment.rate,
             "think": experiment.think,
             "warmup": experiment.warmup,
+            "failures_at_s": list(experiment.failures),
+            "down_s": experiment.down_s,
+            "unlike": [
+                {"instances": count, "profile": name or experiment.profile, "figures": dict(figures)}
+                for count, name, figures in experiment.unlike
+            ],
             "options": {name: dict(each) for name, each in experiment.options.items()},
             "figures": msgspec.to_builtins(profile),
         },
@@ -121,6 +127,12 @@ def _heading(outcome: Outcome) -> list[str]:
     bounds = ", ".join(
         f"{name} by {bound(each, profile, experiment.instances)}" for name, each in outcome.measures.items()
     )
+    deaths = [
+        f"{name} {each.failures} dead instances, {each.retried_turns} turns sent again,"
+        f" {each.failed_turns} broken off"
+        for name, each in _all(outcome)
+        if each.failures
+    ]
     cut = f", {outcome.truncated} cut off at the model's limit" if outcome.truncated else ""
     return [
         f"{profile.description}: {experiment.instances} instances"
@@ -128,6 +140,7 @@ def _heading(outcome: Outcome) -> list[str]:
         f"{experiment.file}: {outcome.sessions} sessions{cut}; {outcome.clairvoyant.turns} turns measured,"
         f" ideal hit rate {ideal:.1f} %",
         f"Held up: {bounds}",
+        *(["Failures: " + "; ".join(deaths)] if deaths else []),
     ]
 
 

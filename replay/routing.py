@@ -20,11 +20,13 @@ from store.index import BlockIndex
 class Chooser(Protocol):
     """Places turns, and hears of what it is told by workers' events and answers."""
 
-    def choose(self, job: Job, now: float) -> int: ...
+    def choose(self, job: Job, now: float) -> int | None: ...
     def stored(self, instance: int, keys: Sequence[int], parent: int | None, now: float) -> None: ...
     def removed(self, instance: int, keys: Sequence[int], now: float) -> None: ...
     def prefilled(self, job: Job, now: float) -> None: ...
     def ended(self, job: Job, now: float) -> None: ...
+    def died(self, instance: int, now: float) -> None: ...
+    def back(self, instance: int, now: float) -> None: ...
 
 
 # Workers are asked for their state so often.
@@ -66,20 +68,21 @@ class PolicyChooser:
         self._policy: Final = policy
         self._size: Final = profile.blocks_of_tokens
         self._delay: Final = profile.events_s.value
-        self._capacity: Final = int(profile.hbm_tokens.value) // self._size
         self._pool: Final = pool
         self._index: Final = BlockIndex()
         self._ledger: Final = Ledger(_prior(profile))
         self._tickets: Final[dict[Job, Ticket]] = {}
         self._random: Final = Random(seed)
         self._instances: Final = instances
+        self._capacities: Final = [int(each.profile.hbm_tokens.value) // self._size for each in instances]
+        self._down: Final[set[int]] = set()
         self._names: Final = [f"i{each.number:04d}" for each in instances]
         self._number = 0
         self._events: Final[deque[tuple[float, str, Sequence[int], int | None, bool]]] = deque()
         self._reported_at = -_REPORT_S
         self._reports: list[_Report] = []
 
-    def choose(self, job: Job, now: float) -> int:
+    def choose(self, job: Job, now: float) -> int | None:
         self._hear(now)
         if now - self._reported_at >= _REPORT_S:
             self._reported_at, self._reports = now, self._report()
@@ -97,7 +100,8 @@ class PolicyChooser:
         keys = chain[: limit + 1]
         decision = self._policy(turn, self._candidates(chain, keys, limit, now))
         chosen = decision.chosen
-        assert chosen is not None
+        if chosen is None:
+            return None
         self._number += 1
         self._tickets[job] = self._ledger.sent(turn, chosen, now, keys=keys)
         return int(chosen.target[1:])
@@ -105,10 +109,10 @@ class PolicyChooser:
     def _report(self) -> list[_Report]:
         sizes = self._index.sizes()
         found: list[_Report] = []
-        for name, each in zip(self._names, self._instances, strict=True):
+        for name, each, capacity in zip(self._names, self._instances, self._capacities, strict=True):
             engine = each.prefill.engine
             held = sizes.get((name, "gpu"), 0)
-            full = min(1.0, max(0.0, 10 * held / self._capacity - 9))
+            full = min(1.0, max(0.0, 10 * held / capacity - 9))
             found.append(_Report(engine.waiting, engine.running, full))
         return found
 
@@ -125,6 +129,7 @@ class PolicyChooser:
             found.append(
                 Candidate(
                     name,
+                    "down" if number in self._down else "",
                     local_tokens=held * size,
                     pool_tokens=pool * size,
                     own_segment_tokens=places.own_or_spread(number, held) * size
@@ -155,6 +160,18 @@ class PolicyChooser:
     def ended(self, job: Job, now: float) -> None:
         self._tickets.pop(job).ended(now)
 
+    def died(self, instance: int, now: float) -> None:
+        name = self._names[instance]
+        self._down.add(instance)
+        self._index.drop(name)
+        self._ledger.forget(name)
+        coming = [event for event in self._events if event[1] != name]
+        self._events.clear()
+        self._events.extend(coming)
+
+    def back(self, instance: int, now: float) -> None:
+        self._down.discard(instance)
+
     def stored(self, instance: int, keys: Sequence[int], parent: int | None, now: float) -> None:
         self._events.append((now + self._delay, self._names[instance], keys, parent, True))
 
@@ -182,25 +199,26 @@ class Clairvoyant:
     local prefix; and a session that nobody holds, to where the least work is still to come.
     """
 
-    def __init__(
-        self, instances: list[Instance], profile: Profile, pool: PoolModel | None, to_come: Sequence[float]
-    ) -> None:
+    def __init__(self, instances: list[Instance], pool: PoolModel | None, to_come: Sequence[float]) -> None:
         """to_come: seconds of work in each session that no cache can spare."""
         self._instances: Final = instances
-        self._profile: Final = profile
-        self._size: Final = profile.blocks_of_tokens
+        self._size: Final = instances[0].profile.blocks_of_tokens
         self._pool: Final = pool
+        self._down: Final[set[int]] = set()
         self._to_come: Final = to_come
         self._ahead: Final = [0.0] * len(instances)
         self._where: Final[dict[int, int]] = {}
 
-    def choose(self, job: Job, now: float) -> int:
+    def choose(self, job: Job, now: float) -> int | None:
+        alive = [each for each in self._instances if each.number not in self._down]
+        if not alive:
+            return None
         limit = (job.asked.prompt_tokens - 1) // self._size
         pool = self._pool.prefix(job.asked.chain, limit) if self._pool is not None else 0
         places = self._pool.places(job.asked.chain, pool) if self._pool is not None and pool else None
-        costs = [self._cost(each, job, limit, pool, places, now) for each in self._instances]
-        bound = min(seconds for seconds, _ in costs) + _EQUAL_S
-        close = [each for each in self._instances if costs[each.number][0] <= bound]
+        costs = {each.number: self._cost(each, job, limit, pool, places, now) for each in alive}
+        bound = min(seconds for seconds, _ in costs.values()) + _EQUAL_S
+        close = [each for each in alive if costs[each.number][0] <= bound]
         before = self._where.get(job.session)
         if before is None:
             best = min(close, key=lambda each: (self._ahead[each.number], costs[each.number]))
@@ -218,7 +236,7 @@ class Clairvoyant:
         self, instance: Instance, job: Job, limit: int, pool: int, places: Places | None, now: float
     ) -> tuple[float, int]:
         """Seconds to the first token, and blocks that are there already."""
-        chain, profile, size = job.asked.chain, self._profile, self._size
+        chain, profile, size = job.asked.chain, instance.profile, self._size
         local = instance.prefill.engine.cache.hit(chain, limit)
         cached = max(local, pool)
         rate, overhead = profile.prefill_tok_s.value, profile.overhead_s.value
@@ -244,7 +262,7 @@ class Clairvoyant:
         missing = needed + -(-job.asked.prompt_tokens // size) - local - engine.cache.free
         if missing <= 0:
             return 0.0
-        rates = self._profile.rates()
+        rates = instance.profile.rates()
         step = rates.step_s + engine.running * rates.decode_seq_s
         service = step * job.asked.output_tokens
         return missing / max(1, engine.cache.capacity - engine.cache.free) * service
@@ -266,6 +284,12 @@ class Clairvoyant:
     def ended(self, job: Job, now: float) -> None:
         if job.last:
             self._ahead[self._where.pop(job.session)] -= self._to_come[job.session]
+
+    def died(self, instance: int, now: float) -> None:
+        self._down.add(instance)
+
+    def back(self, instance: int, now: float) -> None:
+        self._down.discard(instance)
 
     def stored(self, instance: int, keys: Sequence[int], parent: int | None, now: float) -> None:
         pass

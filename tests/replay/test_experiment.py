@@ -139,3 +139,60 @@ def test_longer_turns_than_the_model_takes_cut_their_session_off(tmp_path: Path)
     outcome = run(experiment(codex(tmp_path, 11), figures={"max_model_len": 3000}))
     assert outcome.truncated == 11
     assert outcome.measures["round_robin"].turns == 22
+
+
+DEATHS = {"failures": (6.0, 14.0, 22.0), "down_s": 5.0, "placement": "owner"}
+
+
+def test_turns_of_instances_that_die_are_answered_by_others_or_asked_again(tmp_path: Path) -> None:
+    file = codex(tmp_path)
+    before = run(experiment(file, "session", placement="owner"))
+    after = run(experiment(file, "session", **DEATHS))
+    for whole, each in (
+        (before.measures["session"], after.measures["session"]),
+        (before.clairvoyant, after.clairvoyant),
+    ):
+        assert (whole.failures, whole.retried_turns, whole.failed_turns) == (0, 0, 0)
+        assert each.failures == 3
+        assert each.failed_turns > 0
+        assert each.turns == whole.turns == 264
+        # What lay in their HBM and segments has to be computed again.
+        assert each.hit_rate < whole.hit_rate
+    assert after.measures["session"].moved_share > 0 == before.measures["session"].moved_share
+    assert "dead instances" in report.table(after)
+    assert report.encoded(after) == report.encoded(run(experiment(file, "session", **DEATHS)))
+
+
+def test_a_turn_waits_while_the_only_instance_is_dead(tmp_path: Path) -> None:
+    settings = {"instances": 1, "active": 2, "failures": [5.0], "down_s": 30.0}
+    for file, profile in ((codex(tmp_path, 3), "qwen3-32b-2xh100"), (codex(tmp_path, 3), "kimi-k2.5-gb200")):
+        for pool in (False, True):
+            outcome = run(experiment(file, "longest_prefix", profile=profile, pool=pool, **settings))
+            for each in (outcome.measures["longest_prefix"], outcome.clairvoyant):
+                assert (each.turns, each.failures) == (36, 1)
+                assert 20 < each.ttft_s[-1] < 40
+
+
+def test_a_slower_instance_is_given_less_by_those_who_learn_how_fast_each_is(tmp_path: Path) -> None:
+    file = codex(tmp_path)
+    slow = [(1, "", {"prefill_tok_s": 2_000.0})]
+    alike = run(experiment(file, "round_robin", "expected_ttft", pool=False))
+    unlike = run(experiment(file, "round_robin", "expected_ttft", pool=False, unlike=slow))
+    blind, learned = unlike.measures["round_robin"], unlike.measures["expected_ttft"]
+    assert blind.ttft_p90_s > 3 * alike.measures["round_robin"].ttft_p90_s
+    assert learned.ttft_p90_s < 0.5 * blind.ttft_p90_s
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"unlike": ["many:h100"]}, "--unlike takes COUNT:PROFILE"),
+        ({"unlike": ["1:speed"]}, "no profile is called 'speed'"),
+        ({"unlike": ["1:block_size=16"]}, "block_size must be the same"),
+        ({"unlike": ["4:step_s=1"]}, "4 instances are to be unlike, but there are 3"),
+        ({"unlike": ["1:step_s=x"]}, "a profile or KEY=NUMBER"),
+    ],
+)
+def test_fleets_that_cannot_be_are_refused(tmp_path: Path, more: dict[str, list[str]], says: str) -> None:
+    with pytest.raises(ReplayError, match=says):
+        replay(experiment(codex(tmp_path, 2)), **more)

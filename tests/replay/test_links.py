@@ -1,5 +1,7 @@
 """Transfers share bandwidth at both ends."""
 
+from collections.abc import Callable
+
 import pytest
 
 from replay.clock import Clock
@@ -30,3 +32,18 @@ def test_the_narrower_end_counts() -> None:
         links.start(50.0, (source, receiver), ended.append, 0.0)
     clock.run()
     assert ended == [pytest.approx(10.0)] * 2
+
+
+def test_what_is_under_way_over_a_link_that_is_cut_fails_and_leaves_its_share_to_others() -> None:
+    clock = Clock()
+    links, dead, alive = schedule(clock), Link(10.0), Link(10.0)
+    ended: dict[str, float] = {}
+
+    def note(name: str) -> Callable[[float], None]:
+        return lambda now: ended.update({name: now})
+
+    links.start(50.0, (dead, alive), note("from the dead"), 0.0, note("failed"))
+    links.start(50.0, (alive,), note("other"), 0.0)
+    clock.at(2.0, lambda: links.cut(dead, clock.now))
+    clock.run()
+    assert ended == {"failed": 2.0, "other": pytest.approx(6.0)}
