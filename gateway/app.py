@@ -15,6 +15,7 @@ from gateway.audit import Audit
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.bodies import Bodies
 from gateway.breaks import PrefixBreaks
+from gateway.connections import Connections
 from gateway.decision_file import DecisionFile
 from gateway.decisions import DecisionLog
 from gateway.drains import Drains
@@ -36,7 +37,6 @@ from gateway.router import Router
 from gateway.settings import Settings
 from gateway.snapshots import Snapshots
 from gateway.stored import StoredResponses
-from gateway.transport import AiohttpTransport
 from gateway.trust import Trusts
 from gateway.turns import TurnApp
 from policies.document import Document
@@ -133,9 +133,7 @@ class Gateway:
             self.streams, self.knowledge, self.prompts, self.snapshots, self.ledger, self.pool, self.audit
         )
         self.fleet.listen(links.follow)
-        self.transport = AiohttpTransport(
-            connect_s=timeouts.connect_s, between_chunks_s=timeouts.between_chunks_s
-        )
+        self.transport = Connections(connect_s=timeouts.connect_s, between_chunks_s=timeouts.between_chunks_s)
         limits = settings.limits
         self.router = router = Router(
             room=Room(limits.requests, limits.tokens),

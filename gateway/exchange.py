@@ -54,10 +54,10 @@ class Exchange:
         return next((value for key, value in self.headers if key == name), None)
 
     @property
-    def url_path(self) -> str:
+    def target(self) -> bytes:
         """Path and query exactly as the client wrote them."""
         path = self.raw_path.split(b"?", 1)[0]
-        return (path + b"?" + self.query if self.query else path).decode("latin-1")
+        return path + b"?" + self.query if self.query else path
 
     async def read_body(self, limit: int, pause_s: float = 0.0) -> bytes:
         """The whole body. Raises PayloadTooLarge beyond `limit` bytes (0: no limit), ClientGone.

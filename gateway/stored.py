@@ -88,13 +88,13 @@ class StoredResponses:
         if worker.state != "up":
             return None
         # A client's words become part of a path.
-        url = f"{worker.url}{PATH}/{quote(response_id[:200], safe='')}"
+        target = f"{PATH}/{quote(response_id[:200], safe='')}".encode()
         try:
             async with asyncio.timeout(_ASK_S):
-                response = await self._transport.open("GET", url, self._headers, b"")
+                response = await self._transport.open("GET", worker.url, target, self._headers, b"")
         except (UpstreamError, TimeoutError):
             return None
-        await response.aclose()
+        response.close()
         return None if response.status >= 500 else response.status == 200
 
 

@@ -5,7 +5,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from gateway import errors, stored
@@ -215,7 +215,7 @@ class TurnApp:
                 tries.failed.add(name)
                 self._worker_failed(placement, error.kind)
             return error
-        async with aclosing(response):
+        with closing(response):
             status = response.status
             if status in _BUSY or status in _FAILED:
                 tries.failed.add(name)
@@ -259,7 +259,8 @@ class TurnApp:
             async with self.patience.waiting(target.worker.name, until, may_leave):
                 return await self._transport.open(
                     exchange.method,
-                    target.worker.url + exchange.url_path,
+                    target.worker.url,
+                    exchange.target,
                     headers,
                     self._body_for(turn, placement, body),
                 )
@@ -321,20 +322,19 @@ class TurnApp:
                 keeping = keep_alive(exchange, turn.tail, self._timeouts.keep_alive_s)
                 turn.keeper = asyncio.create_task(keeping, name="keep alive")
         try:
-            async with aclosing(response.chunks()) as chunks:
-                async with self.patience.waiting(worker.name, until, may_leave):
-                    chunk = await anext(chunks, b"")
-                if stream and not chunk:
-                    return UpstreamError("empty")
-                if not exchange.started:
-                    await self._start(turn, response.status, head)
-                self._answered(turn, placement, response.status)
-                while chunk:
-                    if learner is not None and learner.feed(chunk):
-                        learner = None
-                    turn.tail.feed(chunk)
-                    await exchange.send(chunk)
-                    chunk = await anext(chunks, b"")
+            async with self.patience.waiting(worker.name, until, may_leave):
+                chunk = await response.read()
+            if stream and not chunk:
+                return UpstreamError("empty")
+            if not exchange.started:
+                await self._start(turn, response.status, head)
+            self._answered(turn, placement, response.status)
+            while chunk:
+                if learner is not None and learner.feed(chunk):
+                    learner = None
+                turn.tail.feed(chunk)
+                await exchange.send(chunk)
+                chunk = await response.read()
         except TimeoutError:
             return UpstreamError("timeout")
         except UpstreamError as error:
@@ -449,6 +449,8 @@ def _is_preflight(exchange: Exchange) -> bool:
 def _as_api_error(error: UpstreamError) -> errors.ApiError:
     if "timeout" in error.kind:
         return errors.UpstreamTimeout("the worker did not answer in time")
+    if error.kind == "protocol":
+        return errors.UpstreamFailed("the worker's answer is no HTTP/1.1")
     return errors.UpstreamFailed("the worker broke off")
 
 

@@ -1,13 +1,14 @@
 """A real gateway on a real port in front of workers made of raw sockets."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import aiohttp
 import pytest
 import uvicorn
+import uvloop
 
 from gateway.app import Gateway
 from gateway.protocol import Protocol
@@ -22,6 +23,14 @@ QUICK = {
     "MOONGATE_PROMPT__SOURCE": "local",
     "MOONGATE_INDEX__SNAPSHOT_PATH": "",
 }
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The transport has to work on the server's event loop, too; other tests take the standard one."""
+    loops = {"asyncio": asyncio.new_event_loop}
+    if item.path.name == "test_connections.py":
+        loops["uvloop"] = uvloop.new_event_loop
+    return loops
 
 
 class Front:
