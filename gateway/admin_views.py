@@ -110,6 +110,10 @@ class WorkerView(Answer):
     waiting: float = Field(description="Requests the engine has queued, as it last said.")
     kv_usage: float = Field(description="Share of the KV cache in use by running requests, 0 to 1.")
     block_size: int = Field(description="Tokens in a KV block; 0 if the worker does not say.")
+    retention: int | None = Field(
+        description="Tokens between the sliding windows that it keeps in its prefix cache; 0: only where "
+        "prompts end; null: all of them, or the worker does not say."
+    )
     segment: str = Field(
         description="Its share of the pool: a segment (IP:PORT), or all segments of a host (IP); "
         "empty: not known."
@@ -140,6 +144,7 @@ class WorkerView(Answer):
             waiting=report.waiting,
             kv_usage=report.kv_usage,
             block_size=report.block_size,
+            retention=report.retention,
             segment=worker.segment,
             hash_algo=report.hash_algo,
         )

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from importlib import import_module
@@ -25,6 +25,7 @@ from gateway.exchange import Message, Receive, Scope, Send
 from gateway.explain import Explainer
 from gateway.health import Readiness, readiness
 from gateway.index_view import IndexAnswer, SnapshotView, index_entries
+from gateway.layouts import Layouts
 from gateway.learning import Learning
 from gateway.links import CountedKnowledge, Links
 from gateway.metrics import Metrics, Snapshot, WorkerSample
@@ -94,9 +95,10 @@ class Gateway:
         )
         self.decisions = DecisionLog(keep=self.decision_file.add)
         self.knowledge = Knowledge(
-            on_pool_stored=self.pool.announced if self.pool else None,
+            on_pool_stored=self._announced if self.pool else None,
             max_bytes=settings.index.memory_bytes or None,
         )
+        self.layouts = Layouts(self.fleet, settings.models, self.knowledge.groups)
         self.streams = EventStreams(CountedKnowledge(self.knowledge, self.metrics))
         self.audit = Audit()
         self.trusts = Trusts(
@@ -109,6 +111,7 @@ class Gateway:
             WorkerRenderer(settings.workers.api_key),
             self.metrics.parity_check,
             self.knowledge.scheme,
+            self.layouts,
         )
         self.breaks = PrefixBreaks(
             self.prompts, self.metrics.prefix_break, self.metrics.prefix_report_dropped
@@ -254,6 +257,11 @@ class Gateway:
         for url in self._settings.workers.urls:
             self.fleet.add(url)
 
+    def _announced(self, target: str, keys: Sequence[int], group: int) -> None:
+        layout = self.layouts.of_target(target)
+        if self.pool is not None and layout is not None:
+            self.pool.announced(keys, layout, group)
+
     def _snapshot(self) -> Snapshot:
         streams = self.streams.status()
         file = self.snapshots.status()
@@ -285,7 +293,12 @@ class Gateway:
         mismatches = self.knowledge.hash_mismatch
         return IndexAnswer(
             targets=index_entries(
-                names, self.streams.status(), self._index_sizes(), mismatches, self.trusts.of
+                names,
+                self.streams.status(),
+                self._index_sizes(),
+                mismatches,
+                self.trusts.of,
+                self.knowledge.groups,
             ),
             memory_bytes=self.knowledge.index.memory() + self.knowledge.certain.memory(),
             memory_limit_bytes=self._settings.index.memory_bytes,
@@ -320,6 +333,7 @@ class Gateway:
             *(f"index of {target}: {why}" for target, why in self.knowledge.doubts.items()),
             *(f"index of {target}: {why}" for target, why in self.audit.all_demoted().items()),
             *self.prompts.disagreements(),
+            *(self.layouts.disagreements() if self.pool else ()),
             *map(str, self.prompts.parity.differences()),
             *made_elsewhere(self._prompts_report()),
         ]

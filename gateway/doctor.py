@@ -12,7 +12,7 @@ import httpx
 from gateway.parity import shown
 from gateway.remote import RemoteError, RunningGateway
 
-Result = Literal["ok", "fail", "skip"]
+Result = Literal["ok", "warn", "fail", "skip"]
 
 # The Date header has a resolution of 1 s, and an answer may take a while.
 _CLOCK_TOLERANCE_S = 5.0
@@ -20,7 +20,10 @@ _CLOCK_TOLERANCE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check. fix: what to change, if anything. A skip could not be decided, and fails nothing."""
+    """One check. fix: what to change, if anything. warn: it works, but costs cache hits.
+
+    A skip could not be decided. Only a fail fails the whole.
+    """
 
     check: str
     result: Result
@@ -50,8 +53,10 @@ def examine(
             yield from _worker(worker, gateway, client, now)
     yield from _prompts(gateway.get("/admin/v1/prompts")["models"])
     yield from _block_sizes(workers)
-    yield from _index(gateway.get("/admin/v1/index")["targets"], workers)
-    yield _pool(gateway.get("/admin/v1/pool"))
+    targets: list[dict[str, Any]] = gateway.get("/admin/v1/index")["targets"]
+    yield from _index(targets, workers)
+    yield from _windows(targets, workers)
+    yield from _pool(gateway.get("/admin/v1/pool"))
 
 
 def _worker(
@@ -228,10 +233,54 @@ def _index(targets: list[dict[str, Any]], workers: list[dict[str, Any]]) -> Iter
             )
 
 
-def _pool(pool: dict[str, Any]) -> Finding:
+def _windows(targets: list[dict[str, Any]], workers: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Models of which some layers see a sliding window only, or remember in another way."""
+    entries = {target["target"]: target for target in targets}
+    for worker in workers:
+        for entry in [entries[t["name"]] for t in worker["targets"] if t["name"] in entries][:1]:
+            check, needs = f"sliding windows of {worker['name']}", entry["windows"].values()
+            if entry["unproven_groups"]:
+                detail = f"KV groups {entry['unproven_groups']} hit in a way that is not known: no credit"
+                yield Finding(f"KV groups of {worker['name']}", "warn", detail)
+            if not needs:
+                continue
+            step = max(needs) * worker["block_size"]
+            if worker["retention"] == 0:
+                detail = (
+                    "kept only where a prompt ends: prompts that share a beginning, and answers that a "
+                    "conversation goes on from, are computed anew"
+                )
+                fix = f"start the worker with --prefix-cache-retention-interval {step}"
+                yield Finding(check, "warn", detail, fix)
+            elif worker["retention"] is None or worker["retention"] <= step:
+                yield Finding(check, "ok", "all of them are kept")
+            else:
+                detail = f"kept every {worker['retention']} tokens: what prompts share hits up to there"
+                yield Finding(check, "ok", detail)
+
+
+def _pool(pool: dict[str, Any]) -> Iterator[Finding]:
     if not pool["configured"]:
-        return Finding("pool", "skip", "not configured (mooncake.master)")
+        yield Finding("pool", "skip", "not configured (mooncake.master)")
+        return
     if pool["degraded"]:
         fix = "is the master up, and mooncake.http_port its admin port?"
-        return Finding("pool", "fail", f"the master at {pool['master']} can't be asked", fix)
-    return Finding("pool", "ok", f"the master at {pool['master']} answers")
+        yield Finding("pool", "fail", f"the master at {pool['master']} can't be asked", fix)
+        return
+    yield Finding("pool", "ok", f"the master at {pool['master']} answers")
+    details = pool["details"]
+    if details["turns"] and not details["announced"]:
+        detail = "no worker has said that it stored a block: what is new there is found by asking alone"
+        fix = "start workers with --kv-events-config; through MultiConnector vLLM says nothing"
+        yield Finding("pool events", "warn", detail, fix)
+    for layout in details["layouts"]:
+        check = f"pool keys of {layout['name']}"
+        if layout["found"]:
+            ranks = [f"{layout[f'{kind}_ranks']} {kind}" for kind in ("tp", "pp", "pcp", "dcp")]
+            groups = ", ".join(map(str, layout["groups"]))
+            yield Finding(check, "ok", f"found; ranks: {', '.join(ranks)}; KV groups: {groups}")
+        elif layout["missed"]:
+            fix = "cache_prefix of the model must be that of the workers' kv_connector_extra_config"
+            yield Finding(check, "fail", "workers announced blocks, but none is there by this name", fix)
+        else:
+            yield Finding(check, "skip", "no turn has found a block yet")

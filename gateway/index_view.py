@@ -7,11 +7,18 @@ from pydantic import Field
 
 from gateway.admin_views import Answer
 from gateway.trust import Trust
+from store.groups import NEVER
 
 
 class IndexEntry(Answer):
     target: str
     blocks: dict[str, int] = Field(description="Blocks in the index by tier.")
+    windows: dict[str, int] = Field(
+        description="By KV group with a sliding window: the blocks it must hold before the end of a prefix."
+    )
+    unproven_groups: list[int] = Field(
+        description="KV groups of a kind whose hits are not established: with one, nothing is credited."
+    )
     stream: str = Field(description="exact, catching-up, degraded, or none: no KV events from there.")
     last_seq: int | None = Field(description="Sequence number of the last batch of events applied.")
     batches: int
@@ -71,6 +78,7 @@ def index_entries(
     sizes: Mapping[tuple[str, str], int],
     mismatches: Mapping[str, str],
     trust: Callable[[str], Trust],
+    groups: Callable[[str], Mapping[int, int | None]],
 ) -> list[IndexEntry]:
     """One entry for each registered target, and for any other that the index still holds blocks of."""
     names = [*targets, *sorted({target for target, _ in sizes} - set(targets))]
@@ -78,6 +86,8 @@ def index_entries(
         IndexEntry(
             target=name,
             blocks={tier: count for (target, tier), count in sizes.items() if target == name},
+            windows={str(group): need for group, need in known.items() if need and need < NEVER},
+            unproven_groups=[group for group, need in known.items() if need == NEVER],
             stream=stream.state if stream else "none",
             last_seq=stream.last_seq if stream else None,
             batches=stream.batches if stream else 0,
@@ -91,5 +101,5 @@ def index_entries(
             hash_mismatch=mismatches.get(name, ""),
         )
         for name in names
-        for stream, judged in [(streams.get(name), trust(name))]
+        for stream, judged, known in [(streams.get(name), trust(name), groups(name))]
     ]

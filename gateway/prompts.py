@@ -10,6 +10,7 @@ import numpy as np
 
 from gateway.api import ParsedTurn
 from gateway.divergence import Texts
+from gateway.layouts import Layouts
 from gateway.parity import Parity, Result
 from gateway.rendering import Ids, NotRendered, WorkerRenderer
 from gateway.settings import ModelSettings, PromptSettings
@@ -57,6 +58,7 @@ class ModelPrompts:
         renderer: WorkerRenderer,
         counted: Callable[[str, str, Result], None],
         shown: Callable[[str], HashScheme | None],
+        layouts: Layouts,
     ) -> None:
         """looked_at: false where settings say that turns are placed without their prompts.
 
@@ -64,6 +66,7 @@ class ModelPrompts:
         self._fleet = fleet
         self._models = models
         self._shown = shown
+        self._layouts = layouts
         self._settings = settings
         self.looked_at = settings.source != "off"
         self._sources: dict[str, PromptSource] = {}
@@ -152,7 +155,7 @@ class ModelPrompts:
             logger.exception("prompt of a turn for model %s failed", parsed.model)
             return Understood(unknown="failed")
         unknown = "multimodal" if prompt.partial else ""
-        return Understood(prompt, scheme, self._layout(worker, card), unknown)
+        return Understood(prompt, scheme, self._layouts.of(worker, card), unknown)
 
     async def local_tokens(self, worker: Worker, parsed: ParsedTurn) -> Ids | None:
         """The ids made here for `parsed`, None if they can't be."""
@@ -227,11 +230,6 @@ class ModelPrompts:
         """A worker that serves `model` now, else one that did."""
         serving = [(w, card) for w in self._fleet.workers() if (card := w.card(model))]
         return min(serving, key=lambda pair: pair[0].state != "up", default=None)
-
-    def _layout(self, worker: Worker, card: ModelCard) -> KeyLayout:
-        settings = self._models.get(card.id) or ModelSettings()
-        base = worker.card(card.parent) or card
-        return KeyLayout(model=base.root, cache_prefix=settings.cache_prefix)
 
 
 def _adapter(card: ModelCard) -> tuple[str, str] | None:

@@ -181,9 +181,9 @@ class Router:
             await self._hear_out(chain.keys)
             limit = (understood.prompt.size - 1) // understood.scheme.block_size
             held = self._knowledge.match(chain.keys, limit=limit)
-            now = time.monotonic()
+            now, keys = time.monotonic(), chain.keys if limit >= len(chain) else chain.keys[:limit]
             for known in (held.blocks, held.certain):
-                known |= self._computed.extend(chain.keys, known, now)
+                known |= self._computed.extend(keys, known, now)
         seconds = time.perf_counter() - started
         draw = self._draws.random()
         return Sight(
@@ -220,20 +220,30 @@ class Router:
         return replace(sight, pool=pool, pool_seconds=pool_seconds)
 
     async def _in_pool(self, understood: Understood) -> tuple[PoolPrefix, float | None]:
-        prompt, layout = understood.prompt, understood.layout
-        if self._pool is None or prompt is None or layout is None or not len(prompt.chain):
+        prompt, layout, scheme = understood.prompt, understood.layout, understood.scheme
+        if self._pool is None or prompt is None or layout is None or scheme is None:
             return _NO_POOL, None
         asked = time.perf_counter()
-        return await self._pool.prefix(prompt.chain, layout), time.perf_counter() - asked
+        limit = (prompt.size - 1) // scheme.block_size
+        if not limit:
+            return _NO_POOL, None
+        found = await self._pool.prefix(prompt.chain, layout, limit=limit)
+        return found, time.perf_counter() - asked
 
     def computed(self, sight: Sight, target: Target) -> None:
         """`target` answers this turn, so it holds the prompt's blocks, also before its events say so.
 
         Not true of a target that never announced a block: it may keep none.
         """
-        prompt = sight.understood.prompt
-        if prompt is not None and target.name in self._knowledge.block_sizes:
-            self._computed.place(target.name, prompt.chain.keys, time.monotonic())
+        prompt, size = sight.understood.prompt, sight.block_size
+        if prompt is None or target.name not in self._knowledge.block_sizes:
+            return
+        keys, now = prompt.chain.keys, time.monotonic()
+        if self._knowledge.index.is_hybrid(target.name):
+            # What it retains of a sliding window serves prompts that go on from this one's end, no others.
+            self._computed.place(target.name, keys[: (prompt.size - 1) // size], now, whole=True)
+        else:
+            self._computed.place(target.name, keys, now)
 
     def ended(self, sight: Sight) -> None:
         """This turn's answer is complete; the events of its last blocks may still be on their way."""
@@ -333,7 +343,7 @@ class Router:
             pool = usable_tokens(sight.pool.blocks, block_size, size)
             if pool > local and worker.segment:
                 own = min(pool - local, sight.pool.held(worker.segment, held) * block_size)
-            if load.queued_turns:
+            if load.queued_turns and not self._knowledge.index.is_hybrid(name):
                 coming = usable_tokens(self._ledger.coming(name, sight.keys), block_size, size)
         report = worker.report
         return Candidate(

@@ -7,12 +7,13 @@ _WINDOWS: Final = frozenset(("sliding_window", "sliding_window_mla"))
 # Nothing is established of how these hit: they are treated as window groups that never hold their end, so a
 # target that has one gets no credit. Every other kind hits like full attention.
 UNPROVEN: Final = frozenset(("mamba", "chunked_local_attention", "encoder_only_attention", "cross_attention"))
+NEVER: Final = 1 << 30  # blocks that such a group is said to need: nobody holds so many
 
 
 def blocks_needed(kind: str | None, window: int | None, block_size: int) -> int | None:
     """Blocks that a group of this kind needs right before the end of a prefix; None: all of it."""
     if kind in UNPROVEN:
-        return 1
+        return NEVER
     if kind in _WINDOWS and window and block_size:
         return -(-(window - 1) // block_size)
     return None

@@ -185,6 +185,11 @@ class BlockIndex:
         """Whether several KV groups, or one of a sliding window, decide what `target` hits."""
         return (target, "gpu") in self._hybrids
 
+    def groups(self, target: str) -> dict[int, int | None]:
+        """KV groups of `target`, and what `describe` said of each."""
+        holders = self._holders.items()
+        return {group: h.need for (name, tier, group), h in holders if name == target and tier == "gpu"}
+
     def sizes(self) -> dict[tuple[str, Tier], int]:
         """Distinct blocks by (target, tier), orphans included; several groups add up."""
         sizes: dict[tuple[str, Tier], int] = {}

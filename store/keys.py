@@ -11,8 +11,8 @@ block size or salt: the first three must be agreed on, the last is in the digest
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -23,15 +23,22 @@ _KEY: Final = re.compile(
     re.ASCII,
 )
 
+# Ranks that are looked for: more KV heads than 32, and so more ranks with bytes of their own, are rare.
+_MOST_TP: Final = 32
+_MOST_PCP: Final = 8
+_MOST_PP: Final = 16
+_DCP: Final = (1, 2, 4, 8, 16, 32)
+
 
 @dataclass(frozen=True, slots=True)
 class KeyLayout:
     """Which objects one worker needs for a block. Workers with equal layouts read each other's blocks.
 
     model: the worker's `--model` (its last path component is in the keys), not the served name.
-    tp_ranks: distinct tensor-parallel ranks that hold different bytes, see `distinct_tp_ranks`; with a
+    tp_ranks: tensor-parallel ranks that hold different bytes: min(ranks, KV heads), 1 for MLA; with a
     `store_tp` namespace the number of shards.
-    groups: numbers of the KV-cache groups, all of which a block needs.
+    groups: numbers of the KV-cache groups; windows: of those with a sliding window, how many blocks each must
+    hold right before the end of a prefix, where all others must hold every block.
     namespace: `@store_pp:...` text of the opt-in shared layouts, verbatim.
     dcp_ranks: decode-context ranks; above 1 they are a subdivision of the tensor-parallel ranks.
     """
@@ -44,6 +51,7 @@ class KeyLayout:
     namespace: str = ""
     pcp_ranks: int = 1
     dcp_ranks: int = 1
+    windows: tuple[tuple[int, int], ...] = ()
 
     @property
     def name(self) -> str:
@@ -59,6 +67,20 @@ class KeyLayout:
         """Every key that must exist for the block."""
         text = digest.hex()
         return [prefix + text for prefix in _prefixes(self)]
+
+    def by_group(self) -> Iterator[tuple[KeyLayout, int | None]]:
+        """Each group alone, and the blocks it must hold before the end of a prefix; None: every block."""
+        needs = dict(self.windows)
+        for group in self.groups:
+            yield replace(self, groups=(group,), windows=()), needs.get(group)
+
+    def probes(self) -> tuple[str, ...]:
+        """Prefixes that tell, by which of a block's objects are there, over how many ranks it is spread."""
+        name, group = self.name + self.namespace, min(set(self.groups) - {group for group, _ in self.windows})
+        ranks = [(tp, 0, dcp, 0) for tp in range(_MOST_TP) for dcp in sorted({tp % n for n in _DCP})]
+        ranks += [(0, pcp, 0, 0) for pcp in range(1, _MOST_PCP)]
+        ranks += [(0, 0, 0, pp) for pp in range(1, _MOST_PP)]
+        return tuple(_prefix(name, *each, group) for each in ranks)
 
     def owns(self, key: PoolKey) -> bool:
         """Whether the object is a part of a block under this layout."""
@@ -120,16 +142,6 @@ def observed_layouts(keys: Iterable[str]) -> list[KeyLayout]:
         )
         for (name, namespace), objects in sorted(found.items(), key=lambda item: -len(item[1]))
     ]
-
-
-def distinct_tp_ranks(tp: int, kv_heads: int, *, mla: bool = False, dcp: int = 1) -> int:
-    """How many of `tp` ranks hold bytes of their own. Ranks that share a KV head store one object together.
-
-    `kv_heads` counts those of the whole model. MLA has one latent for all ranks.
-    """
-    if dcp > 1:
-        return tp
-    return 1 if mla else tp // max(1, tp // kv_heads)
 
 
 @lru_cache(maxsize=1024)

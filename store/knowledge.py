@@ -49,12 +49,12 @@ class Knowledge:
 
     def __init__(
         self,
-        on_pool_stored: Callable[[Sequence[int]], None] | None = None,
+        on_pool_stored: Callable[[str, Sequence[int], int], None] | None = None,
         *,
         index: BlockIndex | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        """`on_pool_stored` gets the keys of blocks that a worker has just put into the pool.
+        """`on_pool_stored` gets target, keys and KV group of blocks that it has just put into the pool.
 
         `index`: one restored from a snapshot. `max_bytes`: the cap of a new one.
         """
@@ -64,6 +64,7 @@ class Knowledge:
         self.hash_mismatch: dict[str, str] = {}
         self.block_sizes: dict[str, int] = {}
         self._on_pool_stored = on_pool_stored
+        self._groups: dict[str, dict[int, int | None]] = {}
         self._expected: dict[str, HashScheme] = {}
         self._schemes: dict[str, HashScheme] = {}
         self._assumed: frozenset[str] = frozenset()
@@ -83,6 +84,13 @@ class Knowledge:
             # A block that was given up there, for one, may be known here still.
             blocks[target] = max(blocks.get(target, 0), certain[target])
         return Held(blocks, certain)
+
+    def groups(self, target: str) -> Mapping[int, int | None]:
+        """KV groups that events of `target` have shown: the blocks each needs before the end of a prefix.
+
+        None: all of them. Known also while its cache is empty.
+        """
+        return self._groups.get(target) or self.index.groups(target)
 
     def doubt(self, target: str, why: str) -> None:
         """Events of `target` are missing for good."""
@@ -155,6 +163,7 @@ class Knowledge:
             self.block_sizes,
             self._schemes,
             self._expected,
+            self._groups,
             self._unchecked,
             self._shown_before,
         ):
@@ -180,6 +189,7 @@ class Knowledge:
     def reset(self, target: str, why: str) -> None:
         """Forget the blocks of `target`; a new life of it may hash differently."""
         self._forget_blocks(target)
+        self._groups.pop(target, None)
         self._unchecked[target] = 0
 
     def _forget_blocks(self, target: str) -> None:
@@ -188,14 +198,21 @@ class Knowledge:
         self.doubts.pop(target, None)
 
     def batch(self, target: str, batch: EventBatch) -> None:
+        pooled: dict[int, list[int]] = {}
         for event in batch.events:
             if isinstance(event, BlockStored):
-                self._stored(target, event)
+                if event.pool:
+                    pooled.setdefault(event.group, []).extend(event.keys)
+                else:
+                    self._stored(target, event)
             elif isinstance(event, BlockRemoved):
                 for index in self._indexes(target):
                     index.removed(target, event.keys, tier=event.tier, group=event.group)
             else:
                 self._cleared(target)
+        if self._on_pool_stored is not None:
+            for group, keys in pooled.items():
+                self._on_pool_stored(target, keys, group)
 
     def _indexes(self, target: str) -> tuple[BlockIndex, ...]:
         return (self.index, self.certain) if target in self.doubts else (self.index,)
@@ -208,10 +225,6 @@ class Knowledge:
             self._forget_blocks(target)
 
     def _stored(self, target: str, event: BlockStored) -> None:
-        if event.pool:
-            if self._on_pool_stored is not None:
-                self._on_pool_stored(event.keys)
-            return
         self._store(target, event)
         if event.block_size:
             self.block_sizes[target] = event.block_size
@@ -224,6 +237,8 @@ class Knowledge:
             event.group,
             blocks_needed(event.spec_kind, event.window, event.block_size),
         )
+        if tier == "gpu":
+            self._groups.setdefault(target, {})[group] = need
         report = event.parent is None and self._is_report(target, event.keys)
         for index in self._indexes(target):
             index.describe(target, group, need, tier=tier)

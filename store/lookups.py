@@ -10,15 +10,16 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Final
 
 from store.dead_segments import DeadSegments
 from store.groups import window_hit
 from store.master_watch import MasterWatch
-from store.mooncake_http import MasterAway, MooncakeHttp, Replicas
+from store.mooncake_http import MasterAway, MooncakeHttp, Replicas, quoted
 from store.mooncake_rpc import MooncakeRpc
 from store.segments import Segments
-from store.sightings import Sighting, Sightings, Stop, Walk
+from store.sightings import Sighting, Sightings, Stop, Stretch, Walk
 
 logger = logging.getLogger(__name__)
 
@@ -39,15 +40,15 @@ _LATE_S: Final = 0.25
 _MISSES: Final = 3
 # Removal takes 1 ms; without it the engine tries to load for seconds.
 _BURIAL_S: Final = 0.25
-# How far before the end of a prefix the blocks of a window group are looked for: conversations end it near.
-_WINDOW_BLOCKS: Final = 128
+# Of a window group in one round trip: 1 ms.
+_WINDOW_KEYS: Final = 320
 
 _SOMEWHERE: Final = Replicas(frozenset(), elsewhere=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One group of objects that a block is made of, or several that are needed alike.
+    """The objects of one KV group that a block is made of.
 
     prefixes, quoted: of keys, as they are and as they go into a URL.
     need: how many blocks before the end of a prefix must be there; None: all of them.
@@ -119,20 +120,17 @@ class Lookups:
         await asyncio.gather(*self._burials, return_exceptions=True)
 
     def walk(self, query: Query) -> Walk:
-        """The leading blocks that are there, as far as known now."""
+        """The leading blocks that are there, as far as known now. No credit without a full group."""
         now, keys = self._clock(), query.keys
-        walk = Walk(len(keys), "end", ())
-        for part in query.parts:
-            if part.need is None:
-                walk = part.sightings.walk(keys, self._segments, now)
-        for part in query.parts:
-            if part.need is not None:
-                walk = _windowed(
-                    walk,
-                    keys,
-                    part.need,
-                    lambda near, of=part: of.sightings.states(near, self._segments, now),
-                )
+        full = [part.sightings.walk(keys, self._segments, now) for part in query.parts if part.need is None]
+        walk = reduce(_both, full) if full else Walk(0, "absent", ())
+        before = -1
+        while walk.blocks and walk.blocks != before:
+            before = walk.blocks
+            for part in query.parts:
+                if part.need is not None:
+                    states = part.sightings.states(keys[: walk.blocks], self._segments, now)
+                    walk = _windowed(walk, keys, part.need, states)
         return walk
 
     async def look(self, query: Query, known: int, deadline: float) -> bool:
@@ -149,6 +147,17 @@ class Lookups:
             await asyncio.wait(query.burials, timeout=_BURIAL_S)
             self.refresh(query)
         return answered
+
+    async def stored(self, prefixes: Sequence[str], digests: Sequence[bytes]) -> set[str] | None:
+        """Which keys made of these exist, for nobody who waits; None when the master does not say."""
+        http = self._watch.http
+        if http is None:
+            return None
+        part = Part(tuple(prefixes), tuple(map(quoted, prefixes)), Sightings(1))
+        try:
+            return set(await self._replicas(http, part, [digest.hex() for digest in digests]))
+        except MasterAway:
+            return None
 
     def refresh(self, query: Query, *, all_blocks: bool = False) -> None:
         """Asks for the blocks that are not known, or all, with nobody waiting."""
@@ -181,23 +190,41 @@ class Lookups:
                 far = rest[:: max(1, len(rest) // _FAR_BLOCKS)]
                 blocks: Sequence[int] = [*range(start, min(start + near, end)), *far]
             else:
-                blocks = range(max(0, start - _window(part.need)), min(start + near, end))
+                blocks = _signs(end, part.need)[-max(1, _WINDOW_KEYS // len(part.prefixes)) :]
             wanted.append((part, self._unknown(query, part, blocks)))
         return wanted
 
     def _second_trip(self, query: Query, start: int) -> Wanted:
         """All up to the first that is known to be missing; bounded, the rest is for the next turn."""
-        blocks = range(start, len(query.keys))
         wanted: Wanted = []
+        stop = end = len(query.keys)
         for part in query.parts:
             if part.need is None:
-                wanted.append((part, self._unknown(query, part, blocks, to_absent=True)))
-        stop = wanted[0][1][-1] + 1 if wanted and wanted[0][1] else start
+                wanted.append((part, self._unknown(query, part, range(start, end), to_absent=True)))
+        if len(wanted) < len(query.parts):
+            stop = min((self._absent(query, part) for part, _ in wanted), default=0)
         for part in query.parts:
             if part.need is not None:
-                windows = range(max(0, stop - _window(part.need)), stop)
-                wanted.append((part, self._unknown(query, part, windows)))
+                wanted.append((part, self._unknown(query, part, self._near(query, part, stop))))
         return _split(wanted, MOST_KEYS)[0]
+
+    def _absent(self, query: Query, part: Part) -> int:
+        """The first block that is known to be missing."""
+        states = part.sightings.states(query.keys, self._segments, self._clock())
+        return states.index("absent") if "absent" in states else len(states)
+
+    def _near(self, query: Query, part: Part, stop: int) -> list[int]:
+        """The blocks around the signs of a window before `stop`, the last ones first to be kept."""
+        need = part.need or 1
+        signs = _signs(stop, need)
+        states = part.sightings.states([query.keys[sign] for sign in signs], self._segments, self._clock())
+        found: set[int] = set()
+        for sign, state in zip(reversed(signs), reversed(states), strict=True):
+            if state == "end":
+                found.update(range(max(0, sign - need + 1), min(stop, sign + need)))
+            if len(found) * len(part.prefixes) >= MOST_KEYS // 2:
+                break
+        return sorted(found)
 
     def _fitting(self, deadline: float) -> int:
         """How many keys can be asked for by the deadline, by the pace of late."""
@@ -294,31 +321,42 @@ class Lookups:
         return {key: _SOMEWHERE for key, there in zip(keys, whole, strict=True) if there}
 
 
-def _windowed(
-    walk: Walk, keys: Sequence[int], need: int, states: Callable[[Sequence[int]], list[Stop]]
-) -> Walk:
-    """`walk`, cut to the longest prefix before whose end the `need` blocks of this group are there, too.
+def _both(one: Walk, other: Walk) -> Walk:
+    """Blocks that are there in two groups, in places where both are."""
+    shorter, longer = (one, other) if one.blocks <= other.blocks else (other, one)
+    stop: Stop = shorter.stop
+    if one.blocks == other.blocks and "absent" in (one.stop, other.stop):
+        stop = "absent"
+    stretches = tuple(
+        Stretch(start, end, a.places & b.places)
+        for a in shorter.stretches
+        for b in longer.stretches
+        if (start := max(a.start, b.start)) < (end := min(a.stop, b.stop))
+    )
+    return Walk(shorter.blocks, stop, stretches)
 
-    Looked for in the last `_WINDOW_BLOCKS` only; what may be before is not known.
+
+def _windowed(walk: Walk, keys: Sequence[int], need: int, states: Sequence[Stop]) -> Walk:
+    """`walk`, cut to the longest prefix before whose end the `need` blocks of a window group are there, too.
+
+    states: of the walk's blocks in that group. Where they lie is not looked at: they are few.
     """
-    begin = max(0, walk.blocks - _window(need))
-    near = keys[begin : walk.blocks]
-    found = states(near)
-    there = {key for key, state in zip(near, found, strict=True) if state == "end"}
-    blocks = begin + window_hit(there, near, len(near), need)
-    if begin and blocks - begin < need:
-        return Walk(0, "unknown", ())
+    near = keys[: walk.blocks]
+    there = {key for key, state in zip(near, states, strict=True) if state == "end"}
+    blocks = window_hit(there, near, len(near), need)
     if blocks == walk.blocks:
         return walk
-    stop: Stop = "unknown" if walk.stop == "unknown" or "unknown" in found[blocks - begin :] else "absent"
+    possible = {key for key, state in zip(near, states, strict=True) if state != "absent"}
+    more = walk.stop == "unknown" or window_hit(possible, near, len(near), need) > blocks
     stretches = tuple(
         replace(each, stop=min(each.stop, blocks)) for each in walk.stretches if each.start < blocks
     )
-    return Walk(blocks, stop, stretches)
+    return Walk(blocks, "unknown" if more else "absent", stretches)
 
 
-def _window(need: int) -> int:
-    return max(_WINDOW_BLOCKS, 2 * need)
+def _signs(end: int, need: int) -> list[int]:
+    """Blocks, one of which any window of `need` blocks before `end` has; the first for shorter prefixes."""
+    return sorted({0, *range(need - 1, end, need)}) if end else []
 
 
 def _split(wanted: Wanted, keys: int) -> tuple[Wanted, Wanted]:

@@ -187,15 +187,14 @@ _job: Final = msgspec.json.Decoder(_Job)
 _refusal: Final = msgspec.json.Decoder(_Refusal)
 
 
-def queryable(layout: KeyLayout) -> tuple[str, ...] | None:
-    """The prefixes of the layout's keys as they stand in a URL.
+def quoted(prefix: str) -> str:
+    """A key's prefix as it stands in a URL."""
+    return quote(prefix, safe="@:")
 
-    None: the master splits its list on commas after it decoded the percent signs, so a name with a comma in
-    it cannot be asked for.
-    """
-    if "," in layout.name + layout.namespace:
-        return None
-    return tuple(quote(prefix, safe="@:") for prefix in layout.prefixes())
+
+def queryable(layout: KeyLayout) -> bool:
+    """The master splits its list on commas after it decoded the percent signs: no name may have one."""
+    return "," not in layout.name + layout.namespace
 
 
 class MooncakeHttp:

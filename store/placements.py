@@ -19,12 +19,15 @@ class Placements:
     def __init__(self, ttl_s: float = TTL_S, per_target: int = PER_TARGET) -> None:
         self._ttl = ttl_s
         self._per_target = per_target
-        self._placed: dict[str, deque[tuple[float, Sequence[int]]]] = {}
+        self._placed: dict[str, deque[tuple[float, Sequence[int], bool]]] = {}
 
-    def place(self, target: str, keys: Sequence[int], now: float) -> None:
-        """`target` is going to hold the blocks of `keys`, a chain from the root. Keeps a reference to it."""
+    def place(self, target: str, keys: Sequence[int], now: float, *, whole: bool = False) -> None:
+        """`target` is going to hold the blocks of `keys`, a chain from the root. Keeps a reference to it.
+
+        whole: only a chain that has all of `keys` will find anything.
+        """
         placed = self._placed.setdefault(target, deque(maxlen=self._per_target))
-        placed.append((now + self._ttl, keys))
+        placed.append((now + self._ttl, keys, whole))
 
     def drop(self, target: str) -> None:
         """`target` is gone or restarted."""
@@ -42,8 +45,10 @@ class Placements:
                 continue
             known = held.get(target, 0)
             blocks = known
-            for _, other in placed:
-                blocks = _common(keys, other, blocks)
+            for _, other, whole in placed:
+                common = _common(keys, other, blocks)
+                if not whole or common == len(other):
+                    blocks = common
             if blocks > known:
                 extended[target] = blocks
         return extended

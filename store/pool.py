@@ -17,6 +17,7 @@ and soon without even trying, until the owner task finds the master well again.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import time
@@ -30,8 +31,9 @@ from store.dead_segments import DeadSegments
 from store.keys import KeyLayout
 from store.lookups import MOST_KEYS, Lookups, Part, Query
 from store.master_watch import MasterWatch
-from store.mooncake_http import Drain, MasterAway, MooncakeHttp, Segment, queryable
+from store.mooncake_http import Drain, MasterAway, MooncakeHttp, Segment, queryable, quoted
 from store.mooncake_rpc import MooncakeRpc
+from store.ranks import Ranks, samples
 from store.segments import Segments
 from store.sightings import Sightings, Stretch, Walk
 
@@ -96,6 +98,24 @@ class SegmentStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutStatus:
+    """How the blocks of one model lie in the pool.
+
+    name: what its keys begin with. The ranks are those of stored blocks once `found`, until then one is
+    assumed. missed: workers announced blocks, but under this name there is none.
+    """
+
+    name: str
+    groups: tuple[int, ...]
+    tp_ranks: int
+    pp_ranks: int
+    pcp_ranks: int
+    dcp_ranks: int
+    found: bool
+    missed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStatus:
     """reason: why it is degraded, "" when it is not. Counts are since the start of the gateway.
 
@@ -111,6 +131,7 @@ class PoolStatus:
     reason: str
     keys: int
     segments: tuple[SegmentStatus, ...]
+    layouts: tuple[LayoutStatus, ...]
     remembered: int
     turns: int
     asked: int
@@ -162,7 +183,10 @@ class PoolView:
         )
         self._recent: deque[tuple[float, Query]] = deque(maxlen=_RECENT_TURNS)
         self._pulls = Breaker()
-        self._sightings: dict[KeyLayout, Sightings] = {}
+        self._sightings: dict[KeyLayout, Sightings] = {}  # by layouts of one group
+        self._ranks = Ranks(clock)
+        self._asked_for: dict[str, KeyLayout] = {}
+        self._learning: asyncio.Task[None] | None = None
         self._turns = self._asked = self._late = self._announced = 0
         self._announced_at: float | None = None
         self._watch = MasterWatch(
@@ -187,6 +211,9 @@ class PoolView:
                 await self._rpc.exist(["moongate"], _CLIENT_SETUP_S)
 
     async def close(self) -> None:
+        if self._learning is not None:
+            self._learning.cancel()
+            await asyncio.gather(self._learning, return_exceptions=True)
         await self._lookups.close()
         if self._dead is not None:
             await self._dead.close()
@@ -220,6 +247,7 @@ class PoolView:
                 )
                 for each in self._segments
             ),
+            layouts=tuple(map(self._layout_status, self._asked_for.values())),
             remembered=sum(map(len, self._sightings.values())),
             turns=self._turns,
             asked=self._asked,
@@ -234,17 +262,65 @@ class PoolView:
             checked_s=None if self._watch.checked_at is None else now - self._watch.checked_at,
         )
 
-    async def prefix(self, chain: Chain, layout: KeyLayout) -> PoolPrefix:
-        """Leading blocks of `chain` that a worker with this layout can read from the pool. Takes no lease."""
+    def _layout_status(self, layout: KeyLayout) -> LayoutStatus:
+        found = self._ranks.of(layout)
+        return LayoutStatus(
+            found.name + found.namespace,
+            found.groups,
+            found.tp_ranks,
+            found.pp_ranks,
+            found.pcp_ranks,
+            found.dcp_ranks,
+            self._ranks.known(layout),
+            self._ranks.missed(layout),
+        )
+
+    async def prefix(self, chain: Chain, layout: KeyLayout, *, limit: int | None = None) -> PoolPrefix:
+        """Leading blocks of `chain` that a worker with this layout can read from the pool. Takes no lease.
+
+        Over how many ranks a block is spread is read off stored blocks, whatever `layout` says. limit: blocks
+        that an engine would use at most; a shorter prefix of a model with window groups may be none.
+        """
         self._turns += 1
-        prefixes = queryable(layout)
-        if self.degraded or prefixes is None or not self._pulls.allows(self._clock()):
+        if self.degraded or not queryable(layout) or not self._pulls.allows(self._clock()):
             return _UNKNOWN
         if self._dead is not None:
             await self._dead.settled(self._budget_s)
         deadline = self._clock() + self._budget_s
-        sightings = self._of(layout)
-        query = Query(list(chain.keys), chain.digests, (Part(layout.prefixes(), prefixes, sightings),))
+        if len(self._asked_for) < _LAYOUTS:
+            self._asked_for[layout.name + layout.namespace] = layout
+        end = len(chain.keys) if limit is None else min(limit, len(chain.keys))
+        before = self._ranks.of(layout)
+        found = await self._look(chain, end, before, deadline)
+        if found is not None and end and self._ranks.due(layout, found.blocks):
+            digests = [chain.digests[block] for block in samples(found.blocks)]
+            await asyncio.wait({self._learn(layout, digests)}, timeout=max(0.0, deadline - self._clock()))
+            if found.blocks and not self._ranks.known(layout):
+                return _UNKNOWN
+            if self._ranks.of(layout) != before:
+                found = await self._look(chain, end, self._ranks.of(layout), deadline)
+        return _UNKNOWN if found is None else self._found(found)
+
+    def _learn(self, layout: KeyLayout, digests: Sequence[bytes]) -> asyncio.Task[None]:
+        """Finds the ranks of a layout out from blocks that may be there. One at a time, others join it."""
+
+        async def learn() -> None:
+            keys = await self._lookups.stored(layout.probes(), digests)
+            if keys is not None:
+                self._ranks.learn(layout, keys)
+
+        if self._learning is None or self._learning.done():
+            self._learning = asyncio.create_task(learn())
+        return self._learning
+
+    async def _look(self, chain: Chain, end: int, layout: KeyLayout, deadline: float) -> Walk | None:
+        """What is there of the first `end` blocks; None if the master does not say."""
+        parts = tuple(
+            Part(prefixes, tuple(map(quoted, prefixes)), self._of(group), need)
+            for group, need in layout.by_group()
+            for prefixes in [group.prefixes()]
+        )
+        query = Query(list(chain.keys)[:end], chain.digests, parts)
         self._recent.append((self._clock(), query))
         walk = self._lookups.walk(query)
         answered = True
@@ -254,26 +330,22 @@ class PoolView:
             walk = self._lookups.walk(query)
             self._late += walk.stop == "unknown"
         if self.degraded or (not answered and walk.blocks == 0):
-            return _UNKNOWN
+            return None
         self._lookups.locate(query, walk)
-        return self._found(walk)
+        return walk
 
-    def announced(self, blocks: Iterable[bytes | int], layout: KeyLayout | None = None) -> None:
-        """Workers of `layout` say (`cpu` events) that these blocks are whole in the pool, by digest or key.
+    def announced(self, blocks: Iterable[bytes | int], layout: KeyLayout, group: int = 0) -> None:
+        """Workers of `layout` say (`cpu` events) that these blocks of a KV group are whole in the pool.
 
-        Without the layout they are believed only while all turns share one, with one group: two models with
-        one tokenizer give the same blocks the same digests.
+        By digest or key. A worker says so once all of its ranks have put theirs.
         """
         now = self._clock()
         keys = [each if isinstance(each, int) else int.from_bytes(each[-8:], "big") for each in blocks]
         self._announced += len(keys)
         self._announced_at = now
-        known = self._sightings if layout is None else {layout: self._of(layout)}
-        for each, sightings in known.items():
-            if len(known) == 1 and len(each.groups) == 1:
-                sightings.announced(keys, now)
-            else:
-                sightings.not_absent(keys)
+        for each, _ in self._ranks.of(layout).by_group():
+            if each.groups == (group,):
+                self._of(each).announced(keys, now)
 
     def lost(self, where: str) -> None:
         """The worker that owns this segment (`IP:PORT`), or all of this host, is dead: nothing there counts.

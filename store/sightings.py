@@ -85,14 +85,6 @@ class Sightings:
         for key in keys:
             self.saw(key, sighting)
 
-    def not_absent(self, keys: Iterable[int]) -> None:
-        """Forgets that these were missing; believes nothing new."""
-        for key in keys:
-            for generation in (self._young, self._old):
-                known = generation.get(key)
-                if known is not None and known.parts == ():
-                    del generation[key]
-
     def unknown(
         self,
         keys: Sequence[int],

@@ -56,6 +56,7 @@ def parse_metrics(text: str) -> EngineReport:
         elif name == "vllm:kv_cache_usage_perc":
             sums[name] = max(sums.get(name, 0.0), float(value))
     block_size, blocks = config.get("block_size", ""), config.get("num_gpu_blocks", "")
+    retention = config.get("prefix_cache_retention_interval", "")
     return EngineReport(
         running=sums.get("vllm:num_requests_running", 0.0),
         waiting=sums.get("vllm:num_requests_waiting", 0.0),
@@ -64,6 +65,7 @@ def parse_metrics(text: str) -> EngineReport:
         block_size=int(block_size) if block_size.isdigit() else 0,
         hash_algo=config.get("prefix_caching_hash_algo", ""),
         blocks=int(blocks) if blocks.isdigit() else 0,
+        retention=int(retention) if retention.isdigit() else None,
     )
 
 

@@ -40,6 +40,8 @@ class EngineReport:
 
     running, waiting: requests; kv_usage: 0..1; started: Unix seconds of the process start, 0 if not exported.
     block_size, hash_algo, blocks: from cache_config_info (0 and "" if not exported); the last of one engine.
+    retention: tokens between the sliding windows that it keeps, 0 only where prompts end; None: all of them,
+    or not exported.
     """
 
     running: float = 0.0
@@ -49,6 +51,7 @@ class EngineReport:
     block_size: int = 0
     hash_algo: str = ""
     blocks: int = 0
+    retention: int | None = None
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from gateway.trust import Trust
 from policies.document import Document
 from policies.ledger import Ledger
 from policies.types import Candidate, Decision, Turn
+from store.groups import NEVER
 from workers.fleet import Fleet
 from workers.worker import EngineReport, ModelCard
 
@@ -86,6 +87,7 @@ class Gateway:
                     {("w1", "gpu"): 12, ("w1", "cpu"): 3, ("gone", "gpu"): 1},
                     {"w1": "another seed"},
                     lambda _: Trust("exact", 1.0),
+                    lambda target: {0: 2, 1: None, 2: NEVER} if target == "w1" else {},
                 ),
                 memory_bytes=1,
                 memory_limit_bytes=2,
@@ -251,6 +253,7 @@ async def test_index_pool_audit_policy_and_config(gateway: Gateway) -> None:
     first, second, gone = (await gateway.ask("GET", "/index")).json()["targets"]
     assert (first["target"], first["blocks"], first["stream"]) == ("w1", {"gpu": 12, "cpu": 3}, "exact")
     assert first["hash_mismatch"] == "another seed"
+    assert (first["windows"], first["unproven_groups"]) == ({"0": 2}, [2])
     assert (second["target"], second["blocks"], second["stream"]) == ("w2", {}, "none")
     assert (gone["target"], gone["blocks"]) == ("gone", {"gpu": 1})
     assert (await gateway.ask("GET", "/pool")).json()["configured"] is False

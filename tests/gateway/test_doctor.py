@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from gateway.settings import Settings
 from policies.document import Document
 from policies.ledger import Ledger
 from policies.types import Candidate, Decision
+from store.pool import LayoutStatus
 from workers.fleet import Fleet
 from workers.worker import EngineReport, ModelCard
 
@@ -85,7 +87,9 @@ class Site:
         self.fleet = Fleet()
         self.explained = Explained()
         self.index = [self.entry("w1"), self.entry("w2")]
-        self.pool = PoolAnswer(configured=True, master="m:1", degraded=False, details={})
+        found = asdict(LayoutStatus("m", (0,), 2, 1, 1, 1, found=True, missed=False))
+        details = {"turns": 9, "announced": 5, "layouts": [found]}
+        self.pool = PoolAnswer(configured=True, master="m:1", degraded=False, details=details)
         self.prompts = ModelPromptsView(
             model="m", made="here", why="", cached_tokens=0, cached_bytes=0, agreed={}, differences=[]
         )
@@ -95,6 +99,8 @@ class Site:
         return IndexEntry(
             target=target,
             blocks={"gpu": 5},
+            windows={},
+            unproven_groups=[],
             stream="exact",
             last_seq=3,
             batches=4,
@@ -111,7 +117,15 @@ class Site:
     def add(self, name: str, url: str, block_size: int = 32) -> None:
         worker = self.fleet.add(f"{url}/{name}", name)
         worker.url = url
-        self.fleet.mark_up(worker, EngineReport(block_size=block_size), (ModelCard("m"),), ())
+        report = EngineReport(block_size=block_size, retention=0)
+        self.fleet.mark_up(worker, report, (ModelCard("m"),), ())
+
+    def slide(self, retention: int | None) -> None:
+        """Make the model of w1 one with a sliding window of 64 tokens."""
+        worker = self.fleet.get("w1")
+        report = EngineReport(block_size=32, retention=retention)
+        self.fleet.mark_up(worker, report, worker.models, ())
+        self.index[0] = self.entry("w1").model_copy(update={"windows": {"0": 2}})
 
     def app(self) -> ASGIApp:
         parts = AdminParts(
@@ -224,6 +238,12 @@ def break_pool(site: Site) -> None:
     site.pool = site.pool.model_copy(update={"degraded": True})
 
 
+def misname_the_pool(site: Site) -> None:
+    site.pool.details["layouts"] = [
+        asdict(LayoutStatus("m", (0,), 1, 1, 1, 1, found=False, missed=True)),
+    ]
+
+
 def remove_workers(site: Site) -> None:
     site.fleet.remove("w1")
     site.fleet.remove("w2")
@@ -244,6 +264,7 @@ def remove_workers(site: Site) -> None:
         (break_prompts, "prompts of m", "chat: token 7 is 5 'cat', on w2 the end"),
         (lose_the_tokenizer, "prompts of m", "no tokenizer.json"),
         (break_pool, "pool", "can't be asked"),
+        (misname_the_pool, "pool keys of m", "none is there by this name"),
         (remove_workers, "workers", "none is registered"),
     ],
 )
@@ -254,6 +275,38 @@ async def test_each_fault_is_found_and_says_what_to_change(
     failed = {f.check: f for f in await examined(site) if f.result == "fail"}
     assert said in failed[check].detail
     assert failed[check].fix
+
+
+@pytest.mark.parametrize(
+    ("retention", "result", "said"),
+    [
+        (0, "warn", "kept only where a prompt ends"),
+        (64, "ok", "all of them"),
+        (None, "ok", "all of them"),
+        (1024, "ok", "every 1024 tokens"),
+    ],
+)
+async def test_a_retention_interval_that_makes_shared_prefixes_useless_is_told(
+    site: Site, retention: int | None, result: str, said: str
+) -> None:
+    site.slide(retention)
+    (found,) = [f for f in await examined(site) if f.check == "sliding windows of w1"]
+    assert found.result == result
+    assert said in found.detail
+    assert ("--prefix-cache-retention-interval 64" in found.fix) == (result == "warn")
+
+
+async def test_groups_that_hit_in_an_unknown_way_are_told(site: Site) -> None:
+    site.index[0] = site.entry("w1").model_copy(update={"unproven_groups": [1]})
+    found = {f.check: f.result for f in await examined(site)}
+    assert found["KV groups of w1"] == "warn"
+
+
+async def test_b066_a_pool_in_use_of_which_nobody_says_anything_is_not_called_ok(site: Site) -> None:
+    site.pool.details["announced"] = 0
+    found = {f.check: f for f in await examined(site)}
+    assert found["pool events"].result == "warn"
+    assert "MultiConnector" in found["pool events"].fix
 
 
 async def test_a_clock_that_is_off(site: Site) -> None:

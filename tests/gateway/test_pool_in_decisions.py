@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from conftest import Front
 
-from peer import ADMIN, Connection, Received
+from announcing import announce_from
+from peer import ADMIN, Connection, Peer, Received
 from pool_rig import PORTS, PoolRig, explained, pool_rig, pool_view
+from store.keys import KeyLayout
+from tests.store.kv_publisher import Publisher, cleared, publishing, stored
 from tests.store.test_dead_segments import Store, ended, met
 
 
@@ -202,3 +205,44 @@ async def test_a_worker_without_a_pool_cannot_be_drained_and_stays_as_it_is(peer
         assert "there is no pool" in (await answer.json())["error"]["message"]
     async with gate.client.get(url, headers=ADMIN) as answer:
         assert not (await answer.json())["cordoned"]
+
+
+async def test_b067_a_reset_of_a_workers_cache_takes_nothing_from_the_pool(
+    rig: PoolRig, peers, front
+) -> None:
+    """Nor what the worker's events had shown of the KV groups that its blocks in the pool are made of."""
+    worker: Peer = await peers(say_ok)
+    live, replay, _ = announce_from(worker, Path(rig.model))
+    rig.serve(worker)
+    body = rig.body("reset")
+    prompt = rig.prompt(body)
+    keys, end = list(prompt.chain.keys), (prompt.size - 1) // 32
+    window, full = KeyLayout(rig.model, groups=(0, 1)).prefixes()
+    client = rig.stores[0]._client()  # pyright: ignore[reportPrivateUsage]
+    assert client is not None
+    objects = [full + digest.hex() for digest in prompt.chain.digests[:end]]
+    objects += [window + digest.hex() for digest in prompt.chain.digests[end - 2 : end]]
+    assert client.put_batch(objects, [b"x"] * len(objects)) == 0  # pyright: ignore
+    tokens = prompt.tokens.tolist()[: 32 * len(keys)]
+    sliding = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 64, "group_idx": 0}
+    whole = {"kv_cache_spec_kind": "full_attention", "group_idx": 1}
+    with publishing(lambda: Publisher(live, replay)) as publisher:
+        gate = await front(worker, env=rig.env(worker))
+        publisher.publish(
+            stored(keys[end - 2 : end], token_ids=tokens, **sliding), stored(keys, token_ids=tokens, **whole)
+        )
+        for key in keys[:end]:
+            publisher.publish(stored([key], medium="cpu", group_idx=1))
+        for key in keys[end - 2 : end]:
+            publisher.publish(stored([key], medium="cpu", group_idx=0))
+        name = f"127.0.0.1:{worker.port}"
+        await gate.until(lambda: gate.gateway.pool.status().announced == end + 2)
+        before = (await explained(gate, body))[name]
+        assert (before["local_tokens"], before["pool_tokens"]) == (32 * end, 32 * end)
+        publisher.publish(cleared())
+        await gate.until(lambda: not gate.gateway.knowledge.index.sizes())
+        after = (await explained(gate, body))[name]
+        assert (after["local_tokens"], after["pool_tokens"]) == (0, 32 * end)
+        assert (await post(gate, body))["x-moongate-action"] == "pull"
+    shown = (await pool_view(gate))["layouts"]
+    assert [(each["groups"], each["tp_ranks"], each["found"]) for each in shown] == [([0, 1], 1, True)]

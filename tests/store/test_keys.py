@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from store.keys import KeyLayout, PoolKey, distinct_tp_ranks, observed_layouts, parse_key
+from store.keys import KeyLayout, PoolKey, observed_layouts, parse_key
 
 DIGEST = bytes.fromhex("4e1195df020de59e0d65a33a4279f1183e7ae4e5d980e309f8b55adff2e61c3e")
 HEX = DIGEST.hex()
@@ -138,14 +138,3 @@ def test_parsed_fields_are_the_ranks() -> None:
     assert parse_key(f"p@m@tp_rank:3@pcp1@dcp1@pp_rank:2@group:5@{HEX}") == PoolKey(
         name="p@m", namespace="", tp_rank=3, pcp_rank=1, dcp_rank=1, pp_rank=2, group=5, digest=DIGEST
     )
-
-
-@pytest.mark.parametrize(
-    ("tp", "kv_heads", "mla", "dcp", "ranks"),
-    [(1, 8, False, 1, 1), (2, 8, False, 1, 2), (2, 1, False, 1, 1), (8, 2, False, 1, 2), (8, 1, True, 1, 1),
-     (8, 1, True, 8, 8), (4, 2, False, 2, 4)],
-)  # fmt: skip
-def test_b060_ranks_that_share_a_kv_head_count_once(
-    tp: int, kv_heads: int, mla: bool, dcp: int, ranks: int
-) -> None:
-    assert distinct_tp_ranks(tp, kv_heads, mla=mla, dcp=dcp) == ranks

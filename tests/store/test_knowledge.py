@@ -25,10 +25,11 @@ def announced_by(scheme: HashScheme, **more: Any) -> BlockStored:
 
 
 def test_pool_announcements_go_to_the_pool_and_are_no_local_blocks() -> None:
-    heard: list[list[int]] = []
-    knowledge = Knowledge(on_pool_stored=lambda keys: heard.append(list(keys)))
-    knowledge.batch("w", batch(stored([1], tier="cpu", pool=True), stored([1, 2])))
-    assert heard == [[1]]
+    heard: list[tuple[str, list[int], int]] = []
+    knowledge = Knowledge(on_pool_stored=lambda target, keys, group: heard.append((target, [*keys], group)))
+    pooled = [stored([key], tier="cpu", pool=True, group=group) for key, group in ((1, 0), (9, 1), (2, 0))]
+    knowledge.batch("w", batch(*pooled, stored([1, 2])))
+    assert heard == [("w", [1, 2], 0), ("w", [9], 1)]
     assert knowledge.index.sizes() == {("w", "gpu"): 2}
 
 

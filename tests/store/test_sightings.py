@@ -189,14 +189,6 @@ def test_a_late_answer_does_not_undo_an_announcement() -> None:
     assert sightings.walk([1], segments, 2.1).blocks == 1
 
 
-def test_a_retraction_of_absence_believes_nothing() -> None:
-    sightings, segments = Sightings(10), told()
-    sightings.saw(1, Sighting(1.0, ()))
-    assert sightings.walk([1], segments, 1.0).stop == "absent"
-    sightings.not_absent([1])
-    assert sightings.walk([1], segments, 1.0).stop == "unknown"
-
-
 @given(st.lists(st.integers(0, 500), max_size=2000))
 def test_memory_is_bounded_and_the_latest_half_is_kept(keys: list[int]) -> None:
     sightings, segments = Sightings(capacity=64), told()

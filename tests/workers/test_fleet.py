@@ -134,6 +134,12 @@ def test_metrics_are_summed_over_engines_and_unknown_lines_do_no_harm() -> None:
     assert parse_metrics("") == EngineReport()
 
 
+@pytest.mark.parametrize(("given", "known"), [("0", 0), ("64", 64), ("None", None)])
+def test_the_retention_interval_is_read(given: str, known: int | None) -> None:
+    page = f'vllm:cache_config_info{{block_size="32",prefix_cache_retention_interval="{given}"}} 1.0\n'
+    assert parse_metrics(page).retention == known
+
+
 def test_kv_endpoints_get_a_host_that_can_be_reached_and_silent_ranks_are_left_out() -> None:
     body = (
         b'{"1":{"endpoint":"tcp://*:5558","replay_endpoint":"tcp://0.0.0.0:5658","topic":"kv","publisher":"zmq",'
