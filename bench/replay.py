@@ -26,6 +26,7 @@ from wire.targets import Target, Targets, await_ready
 
 from policies.types import Candidate, Decision, Turn, action_of
 from replay import profile as profiles
+from replay.bounds import bounds
 from replay.chains import Pieces
 from replay.driver import Fleet, Load, Run
 from replay.measure import ideal_hits, measure
@@ -94,7 +95,7 @@ def replayed(sessions: int, turns: int, *, pool: bool) -> float:
     fleet = Fleet(profile, WORKERS, "owner" if pool else None)
     load = Load(sessions, ramp_s=THINK_S)
     run = Run(trace, fleet, load, Rotation(), 0, [0.0] * sessions).run()
-    return measure(run, ideal_hits(trace), WORKERS, 0.0, WORKERS * profile.prefill_tok_s.value).hit_rate
+    return measure(run, ideal_hits(trace), bounds(trace, fleet.profiles, sessions), WORKERS, 0.0).hit_rate
 
 
 async def live(targets: Targets, ports: Any, logs: Path, sessions: int, turns: int, *, pool: bool) -> float:

@@ -154,11 +154,11 @@ class Run:
             clock.at(load.ramp_s * number / first, self._ask, number, 0)
         self._next = first
 
-    def _ask(self, session: int, place: int) -> None:
+    def _ask(self, session: int, place: int, again: bool = False) -> None:
         now = self._clock.now
         jobs = self._result.jobs
         turns = self._sessions[session].turns
-        job = Job(session, place, len(jobs), turns[place], now, place + 1 == len(turns))
+        job = Job(session, place, len(jobs), turns[place], now, place + 1 == len(turns), again=again)
         jobs.append(job)
         self._place(job)
 
@@ -191,10 +191,10 @@ class Run:
             if job.started <= now:
                 # The client has had a part of the answer, so that nobody but the agent can ask again.
                 job.failed = True
-                self._clock.at(now + AGAIN_S, self._ask, job.session, job.place)
+                self._clock.at(now + AGAIN_S, self._ask, job.session, job.place, True)
             else:
                 job.retried += 1
-                job.prefill, job.own_tokens = None, 0.0
+                job.prefill, job.own_tokens, job.unpulled = None, 0.0, False
                 self._place(job)
 
     def _back(self, number: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from policies.registry import make
 from replay import profile as profiles
+from replay.bounds import bounds
 from replay.driver import Failure, Fleet, Load, Run
 from replay.measure import Measures, ideal_hits, measure
 from replay.pool import Placement
@@ -86,7 +87,8 @@ def run(experiment: Experiment, progress: Progress | None = None) -> Outcome:
     load = Load(active, experiment.ramp_s, experiment.rate, experiment.think)
     total = sum(len(session.turns) for session in trace.sessions)
     failures = [Failure(at, experiment.down_s) for at in experiment.failures]
-    prefill_tok_s = sum(each.prefill_tok_s.value for each in fleet.profiles)
+    closed = experiment.rate is None and trace.sessions[0].arrives_s is None
+    least = bounds(trace, fleet.profiles, active if closed else None)
     measured: dict[str, Measures] = {}
     for name, policy in [*made.items(), (CLAIRVOYANT, None)]:
 
@@ -95,7 +97,9 @@ def run(experiment: Experiment, progress: Progress | None = None) -> Outcome:
                 progress(name, turns, total)
 
         finished = Run(trace, fleet, load, policy, experiment.seed, to_come, ended, failures).run()
-        measured[name] = measure(finished, ideal, experiment.instances, experiment.warmup, prefill_tok_s)
+        measured[name] = measure(
+            finished, ideal, least, experiment.instances, experiment.warmup, experiment.think
+        )
     clairvoyant = measured.pop(CLAIRVOYANT)
     return Outcome(experiment, profile, len(trace.sessions), active, truncated, measured, clairvoyant)
 

@@ -38,7 +38,8 @@ class Job:
     after it in its session. own_tokens: of the pool
     tokens, those that lay in the instance's own segment. pulled_bytes, put_bytes: over the network.
     retried: how often it was sent again because its instance died before its first token; failed: it died
-    after that, in the middle of the answer.
+    after that, in the middle of the answer; unpulled: an instance from which it pulled died before the blocks
+    were there, so that they were computed; again: the same turn was asked before, and its answer broke off.
     """
 
     session: int
@@ -56,6 +57,8 @@ class Job:
     put_bytes: float = 0.0
     retried: int = 0
     failed: bool = False
+    unpulled: bool = False
+    again: bool = False
 
 
 class Watcher(Protocol):
@@ -190,10 +193,10 @@ class Instance:
     def take(self, job: Job) -> None:
         job.instance = self.number
         self.jobs[job] = self._under_way[job] = None
-        self._clock.at(self._clock.now + self.profile.overhead_s.value, self._submit, job)
+        self._clock.at(self._clock.now + self.profile.overhead_s.value, self._submit, job, job.retried)
 
-    def _submit(self, job: Job) -> None:
-        if job not in self._under_way:
+    def _submit(self, job: Job, tries: int) -> None:
+        if job.retried != tries or job not in self._under_way:
             return  # died since
         asked = job.asked
         answer = asked.output_tokens if self._decode is None else 1
@@ -251,7 +254,7 @@ class Instance:
         del self._under_way[job]
         asked = job.asked
         if self.profile.saves_decode.value:
-            self._save(job, (asked.prompt_tokens + asked.output_tokens - 1) // self._size, now)
+            self._save(job, asked.blocks(self._size), now)
         self._watcher.ended(job, now)
 
     def _save(self, job: Job, end: int, now: float) -> None:
@@ -291,8 +294,8 @@ class Instance:
 
     def _transfer(self, turn: Turn, transfers: list[tuple[float, tuple[Link, ...]]]) -> None:
         left, ok, station = len(transfers), True, self.prefill
-        if _job(turn) not in self._under_way:
-            return
+        if _job(turn).prefill is not turn:
+            return  # died since
 
         def ended(_: float) -> None:
             nonlocal left
@@ -304,6 +307,8 @@ class Instance:
             """Its source died. What does not come is computed."""
             nonlocal ok
             ok = False
+            job = _job(turn)
+            job.unpulled, job.own_tokens = True, 0.0
             ended(now)
 
         for size, links in transfers:

@@ -8,8 +8,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from replay.bounds import Bounds
 from replay.driver import Finished
 from replay.instance import Job
+from replay.seen import Seen
 from replay.traces.types import Trace
 
 # Of every series of points in a report so many are kept.
@@ -25,7 +27,8 @@ class Measures(msgspec.Struct, frozen=True):
     throughput_tok_s: prompt and answer tokens. imbalance: turns under way on the instance that has most, over
     the mean. retried_turns: sent again because their instance died before their first token; their times
     begin with the first try. failed_turns: their instance died in the middle of the answer; they are in no
-    other figure, but that the agent asks again. ttft_s, e2e_s: percentiles 1 to 100.
+    other figure, but that the agent asks again. ttft_s, e2e_s: percentiles 1 to 100. bound_...: what nobody
+    could be below with these turns (throughput: above), see replay/bounds.py.
     """
 
     turns: int
@@ -56,6 +59,12 @@ class Measures(msgspec.Struct, frozen=True):
     prefill_busy: float
     imbalance: float
     moved_share: float
+    bound_ttft_p50_s: float
+    bound_ttft_p90_s: float
+    bound_ttft_p99_s: float
+    bound_e2e_p50_s: float
+    bound_e2e_p99_s: float
+    bound_throughput_tok_s: float
     ttft_s: list[float]
     e2e_s: list[float]
 
@@ -65,30 +74,27 @@ def ideal_hits(trace: Trace) -> list[list[int]]:
 
     Sessions are taken in step, or in order of time where they have times; that matters for heads alone.
     """
-    size = trace.block_size
-    seen: set[int] = set()
+    size, seen = trace.block_size, Seen()
     hits: list[list[int]] = [[0] * len(session.turns) for session in trace.sessions]
     for place in range(max(len(session.turns) for session in trace.sessions)):
         for number, session in enumerate(trace.sessions):
-            if place >= len(session.turns):
-                continue
-            asked = session.turns[place]
-            chain, low, high = asked.chain, 0, (asked.prompt_tokens - 1) // size
-            while low < high:
-                middle = (low + high + 1) // 2
-                if chain[middle - 1] in seen:
-                    low = middle
-                else:
-                    high = middle - 1
-            hits[number][place] = low * size
-            seen.update(chain[low : (asked.prompt_tokens + asked.output_tokens - 1) // size])
+            if place < len(session.turns):
+                asked = session.turns[place]
+                hits[number][place] = size * seen.prefix(asked.chain, (asked.prompt_tokens - 1) // size)
+                seen.add(asked.chain, asked.blocks(size), number)
     return hits
 
 
 def measure(
-    run: Finished, ideal: Sequence[Sequence[int]], instances: int, warmup: float, prefill_tok_s: float
+    run: Finished,
+    ideal: Sequence[Sequence[int]],
+    bounds: Bounds,
+    instances: int,
+    warmup: float,
+    think: float = 1.0,
 ) -> Measures:
-    """warmup: the share of turns, by order of arrival, that is left out. prefill_tok_s: of all instances."""
+    """warmup: the share of turns, by order of arrival, that is left out. think: of the thinking time, the
+    share that passed."""
     asked = run.jobs[int(len(run.jobs) * warmup) :]
     jobs = [job for job in asked if not job.failed]
     prompt = sum(job.asked.prompt_tokens for job in jobs)
@@ -98,6 +104,8 @@ def measure(
     hit = local + pool
     ttft = np.array([job.started - job.arrived for job in jobs])
     e2e = np.array([job.ended - job.arrived for job in jobs])
+    least = [bounds.least(job) for job in jobs]
+    least_ttft, least_e2e = (np.array(each) for each in ([x.ttft_s for x in least], [x.e2e_s for x in least]))
     load = np.zeros(instances)
     np.add.at(load, [job.instance for job in jobs], e2e)
     duration = max(job.ended for job in jobs) - jobs[0].arrived
@@ -129,9 +137,15 @@ def measure(
         e2e_p99_s=_percentile(e2e, 99),
         throughput_tok_s=(prompt + answers) / duration,
         duration_s=duration,
-        prefill_busy=(prompt - hit) / prefill_tok_s / duration,
+        prefill_busy=(prompt - hit) / bounds.prefill_tok_s / duration,
         imbalance=float(load.max() / load.mean()),
         moved_share=_moved(jobs),
+        bound_ttft_p50_s=_percentile(least_ttft, 50),
+        bound_ttft_p90_s=_percentile(least_ttft, 90),
+        bound_ttft_p99_s=_percentile(least_ttft, 99),
+        bound_e2e_p50_s=_percentile(least_e2e, 50),
+        bound_e2e_p99_s=_percentile(least_e2e, 99),
+        bound_throughput_tok_s=(prompt + answers) / bounds.duration_s(jobs, think),
         ttft_s=_series(ttft),
         e2e_s=_series(e2e),
     )

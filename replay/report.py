@@ -32,7 +32,7 @@ _COLUMNS: Final = (
 
 def table(outcome: Outcome) -> str:
     """For a terminal. Hit shares are of prompt tokens."""
-    rows = [_COLUMNS, *(_row(name, each) for name, each in _all(outcome))]
+    rows = [_COLUMNS, *(_row(name, each) for name, each in _all(outcome)), _bound_row(outcome.clairvoyant)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -92,6 +92,8 @@ def page(outcome: Outcome) -> str:
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _row(name, each)) + "</tr>"
         for name, each in named
     )
+    bound_cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in _bound_row(outcome.clairvoyant))
+    body += f"<tr>{bound_cells}</tr>"
     intro = "".join(f"<p>{html.escape(line)}</p>" for line in _heading(outcome))
     curves = [
         ("Time to first token, seconds", [(name, each.ttft_s) for name, each in named]),
@@ -160,6 +162,26 @@ def _row(name: str, each: Measures) -> tuple[str, ...]:
         f"{each.pool_network_bytes / 1e12:.2f}",
         f"{100 * each.moved_share:.0f}",
         f"{each.imbalance:.2f}",
+    )
+
+
+def _bound_row(each: Measures) -> tuple[str, ...]:
+    """What nobody can be below; computed from the turns that the clairvoyant's run measured."""
+    return (
+        "lower bound",
+        f"{100 * each.ideal_hit_rate:.2f}",
+        "",
+        "",
+        "",
+        f"{each.bound_ttft_p50_s:.3f}",
+        f"{each.bound_ttft_p90_s:.3f}",
+        f"{each.bound_ttft_p99_s:.3f}",
+        f"{each.bound_e2e_p50_s:.2f}",
+        f"{each.bound_e2e_p99_s:.2f}",
+        f"{each.bound_throughput_tok_s:,.0f}",
+        "",
+        "",
+        "",
     )
 
 

@@ -28,6 +28,10 @@ class Asked:
     output_tokens: int
     think_s: float = 0.0
 
+    def blocks(self, size: int) -> int:
+        """Those that prompt and answer fill."""
+        return (self.prompt_tokens + self.output_tokens - 1) // size
+
 
 @dataclass(frozen=True, slots=True)
 class Session:
