@@ -27,8 +27,9 @@ class Measures(msgspec.Struct, frozen=True):
     throughput_tok_s: prompt and answer tokens. imbalance: turns under way on the instance that has most, over
     the mean. retried_turns: sent again because their instance died before their first token; their times
     begin with the first try. failed_turns: their instance died in the middle of the answer; they are in no
-    other figure, but that the agent asks again. ttft_s, e2e_s: percentiles 1 to 100. bound_...: what nobody
-    could be below with these turns (throughput: above), see replay/bounds.py.
+    other figure, but that the agent asks again. failed_pulls: turns whose pull's source died, so
+    that they computed. ttft_s, e2e_s: percentiles 1 to 100. bound_...: what nobody could be below with these
+    turns (throughput: above), see replay/bounds.py.
     """
 
     turns: int
@@ -48,6 +49,7 @@ class Measures(msgspec.Struct, frozen=True):
     failures: int
     retried_turns: int
     failed_turns: int
+    failed_pulls: int
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
@@ -129,6 +131,7 @@ def measure(
         failures=run.failures,
         retried_turns=sum(job.retried > 0 for job in jobs),
         failed_turns=len(asked) - len(jobs),
+        failed_pulls=sum(job.unpulled for job in jobs),
         ttft_p50_s=_percentile(ttft, 50),
         ttft_p90_s=_percentile(ttft, 90),
         ttft_p99_s=_percentile(ttft, 99),
@@ -156,7 +159,7 @@ def _local(job: Job) -> int:
 
 
 def _pool(job: Job) -> int:
-    return 0 if job.prefill is None else job.prefill.pool_tokens
+    return 0 if job.prefill is None or job.unpulled else job.prefill.pool_tokens
 
 
 def _percentile(values: npt.NDArray[np.float64], percent: float) -> float:

@@ -131,7 +131,7 @@ def _heading(outcome: Outcome) -> list[str]:
     )
     deaths = [
         f"{name} {each.failures} dead instances, {each.retried_turns} turns sent again,"
-        f" {each.failed_turns} broken off"
+        f" {each.failed_turns} broken off, {each.failed_pulls} pulls failed"
         for name, each in _all(outcome)
         if each.failures
     ]

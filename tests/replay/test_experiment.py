@@ -160,6 +160,10 @@ def test_turns_of_instances_that_die_are_answered_by_others_or_asked_again(tmp_p
         assert each.hit_rate < whole.hit_rate
     assert after.measures["session"].moved_share > 0 == before.measures["session"].moved_share
     assert "dead instances" in report.table(after)
+    slow = {**SMALL, "network_bytes_s": 2e8}
+    pulled = run(experiment(file, "round_robin", figures=slow, **DEATHS)).measures["round_robin"]
+    assert pulled.failed_pulls > 0
+    assert pulled.turns == 264
     assert report.encoded(after) == report.encoded(run(experiment(file, "session", **DEATHS)))
 
 
