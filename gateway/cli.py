@@ -360,6 +360,9 @@ def replay(
     seed: Annotated[int, typer.Option(help="Same seed, same result.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with curves to this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a picture (.png or .svg) to this file; needs moongate[plots].")
+    ] = None,
 ) -> None:
     """Play a trace against simulated instances, policies side by side, or decide a decision log again.
 
@@ -410,6 +413,7 @@ def replay(
             unlike=unlike or (),
             json=json,
             page=html,
+            plot=plot,
         )
     except ReplayError as error:
         _fail(str(error))

@@ -12,7 +12,7 @@ from typing import Any
 from policies.document import BadDocument, read
 from policies.plan import Plan
 from policies.registry import BadPolicyOptions, BrokenPolicy, UnknownPolicy
-from replay import report
+from replay import plots, report
 from replay.decisions import BadDecisions, as_text, decide_again
 from replay.experiment import BadExperiment, Experiment, run
 from replay.profile import BadProfile
@@ -33,13 +33,18 @@ def replay(
     unlike: Sequence[str] = (),
     json: Path | None = None,
     page: Path | None = None,
+    plot: Path | None = None,
 ) -> None:
     """Runs, prints the table and writes the files. Raises ReplayError.
 
     figures: `KEY=NUMBER` for the profile. options: `POLICY.OPTION=VALUE`. unlike: `COUNT:PROFILE` or
     `COUNT:KEY=NUMBER,...`.
     """
-    for path in (json, page):
+    if plot is not None and plot.suffix not in plots.SUFFIXES:
+        raise ReplayError(f"{plot}: plots are written as {' or '.join(plots.SUFFIXES)}")
+    if plot is not None and not plots.available():
+        raise ReplayError("plots need matplotlib: pip install 'moongate[plots]'")
+    for path in (json, page, plot):
         if path is not None and not path.parent.is_dir():
             raise ReplayError(f"{path}: there is no directory {path.parent}")
     experiment = replace(
@@ -61,6 +66,8 @@ def replay(
             json.write_bytes(report.encoded(outcome))
         if page is not None:
             page.write_text(report.page(outcome), encoding="utf-8")
+        if plot is not None:
+            plots.write(outcome, plot)
     except OSError as wrong:
         raise ReplayError(f"{wrong.filename}: {wrong.strerror}") from None
 

@@ -28,8 +28,8 @@ class Measures(msgspec.Struct, frozen=True):
     the mean. retried_turns: sent again because their instance died before their first token; their times
     begin with the first try. failed_turns: their instance died in the middle of the answer; they are in no
     other figure, but that the agent asks again. failed_pulls: turns whose pull's source died, so
-    that they computed. ttft_s, e2e_s: percentiles 1 to 100. bound_...: what nobody could be below with these
-    turns (throughput: above), see replay/bounds.py.
+    that they computed. ttft_s, e2e_s and their bounds: percentiles 1 to 100. bound_...: what nobody could be
+    below with these turns (throughput: above), see replay/bounds.py.
     """
 
     turns: int
@@ -69,6 +69,8 @@ class Measures(msgspec.Struct, frozen=True):
     bound_throughput_tok_s: float
     ttft_s: list[float]
     e2e_s: list[float]
+    bound_ttft_s: list[float]
+    bound_e2e_s: list[float]
 
 
 def ideal_hits(trace: Trace) -> list[list[int]]:
@@ -151,6 +153,8 @@ def measure(
         bound_throughput_tok_s=(prompt + answers) / bounds.duration_s(jobs, think),
         ttft_s=_series(ttft),
         e2e_s=_series(e2e),
+        bound_ttft_s=_series(least_ttft),
+        bound_e2e_s=_series(least_e2e),
     )
 
 

@@ -12,6 +12,7 @@ import msgspec
 from replay.experiment import CLAIRVOYANT, Outcome, bound
 from replay.measure import Measures
 
+BOUND: Final = "lower bound"
 _COLUMNS: Final = (
     "policy",
     "hit %",
@@ -32,7 +33,11 @@ _COLUMNS: Final = (
 
 def table(outcome: Outcome) -> str:
     """For a terminal. Hit shares are of prompt tokens."""
-    rows = [_COLUMNS, *(_row(name, each) for name, each in _all(outcome)), _bound_row(outcome.clairvoyant)]
+    rows = [
+        _COLUMNS,
+        *(_row(name, each) for name, each in everybody(outcome)),
+        _bound_row(outcome.clairvoyant),
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -86,7 +91,7 @@ def encoded(outcome: Outcome) -> bytes:
 
 def page(outcome: Outcome) -> str:
     """One HTML file that needs nothing else: the table, and curves of TTFT and end-to-end time."""
-    named = _all(outcome)
+    named = everybody(outcome)
     head = "".join(f"<th>{html.escape(each)}</th>" for each in _COLUMNS)
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _row(name, each)) + "</tr>"
@@ -95,13 +100,9 @@ def page(outcome: Outcome) -> str:
     bound_cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in _bound_row(outcome.clairvoyant))
     body += f"<tr>{bound_cells}</tr>"
     intro = "".join(f"<p>{html.escape(line)}</p>" for line in _heading(outcome))
-    curves = [
-        ("Time to first token, seconds", [(name, each.ttft_s) for name, each in named]),
-        ("End to end, seconds", [(name, each.e2e_s) for name, each in named]),
-    ]
     figures = "".join(
         f"<figure><figcaption>{title}, by share of turns (logarithmic)</figcaption>{_curve(lines)}</figure>"
-        for title, lines in curves
+        for title, lines in curves(outcome)
     )
     sources = "".join(
         f"<tr><td>{html.escape(key)}</td><td>{value:g}</td><td>{html.escape(source)}</td></tr>"
@@ -118,7 +119,22 @@ def page(outcome: Outcome) -> str:
     )
 
 
-def _all(outcome: Outcome) -> list[tuple[str, Measures]]:
+def curves(outcome: Outcome) -> list[tuple[str, list[tuple[str, Sequence[float]]]]]:
+    """Percentiles 1 to 100 of both times, by policy, and what nobody can be below."""
+    named, least = everybody(outcome), outcome.clairvoyant
+    return [
+        (
+            "Time to first token, seconds",
+            [*((name, each.ttft_s) for name, each in named), (BOUND, least.bound_ttft_s)],
+        ),
+        (
+            "End to end, seconds",
+            [*((name, each.e2e_s) for name, each in named), (BOUND, least.bound_e2e_s)],
+        ),
+    ]
+
+
+def everybody(outcome: Outcome) -> list[tuple[str, Measures]]:
     return [*outcome.measures.items(), (CLAIRVOYANT, outcome.clairvoyant)]
 
 
@@ -132,7 +148,7 @@ def _heading(outcome: Outcome) -> list[str]:
     deaths = [
         f"{name} {each.failures} dead instances, {each.retried_turns} turns sent again,"
         f" {each.failed_turns} broken off, {each.failed_pulls} pulls failed"
-        for name, each in _all(outcome)
+        for name, each in everybody(outcome)
         if each.failures
     ]
     cut = f", {outcome.truncated} cut off at the model's limit" if outcome.truncated else ""
@@ -168,7 +184,7 @@ def _row(name: str, each: Measures) -> tuple[str, ...]:
 def _bound_row(each: Measures) -> tuple[str, ...]:
     """What nobody can be below; computed from the turns that the clairvoyant's run measured."""
     return (
-        "lower bound",
+        BOUND,
         f"{100 * each.ideal_hit_rate:.2f}",
         "",
         "",

@@ -97,6 +97,16 @@ def test_the_json_has_every_key_for_each_policy_and_the_clairvoyant(
     assert "http" not in page.read_text().replace("HTTP", "")
 
 
+@pytest.mark.parametrize(("name", "begins"), [("out.png", b"\x89PNG"), ("out.svg", b"<?xml")])
+def test_a_picture_is_written_and_is_the_same_again(tmp_path: Path, name: str, begins: bytes) -> None:
+    settings = experiment(codex(tmp_path, 2), "round_robin", figures={})
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        replay(settings, plot=tmp_path / place / name)
+    assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    assert (tmp_path / "one" / name).read_bytes().startswith(begins)
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [
@@ -123,6 +133,7 @@ def test_settings_that_cannot_be_run_are_refused(tmp_path: Path, more: dict[str,
         ({"options": ["margin=1"]}, "--option takes POLICY.OPTION=VALUE"),
         ({"options": ["round_robin.margin=1"]}, "round_robin has no option margin"),
         ({"json": Path("nowhere/out.json")}, "there is no directory nowhere"),
+        ({"plot": Path("out.pdf")}, "plots are written as .png or .svg"),
     ],
 )
 def test_words_that_say_nothing_are_refused(tmp_path: Path, words: dict[str, object], says: str) -> None:

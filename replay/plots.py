@@ -1,0 +1,73 @@
+"""Pictures of an experiment, PNG or SVG, by matplotlib (`pip install 'moongate[plots]'`)."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# matplotlib's own types leave most of its arguments open.
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+from replay.experiment import Outcome
+from replay.report import BOUND, curves, everybody
+
+SUFFIXES: Final = (".png", ".svg")
+# Where the hit tokens of a prompt came from, and what was computed, as fields of Measures.
+_SOURCES: Final = (
+    ("local", "own HBM", "#2e8b57"),
+    ("own_segment", "own segment", "#8fce9f"),
+    ("remote_pool", "others' segments", "#e09f3e"),
+    ("computed", "computed", "#d1495b"),
+)
+
+
+def available() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def write(outcome: Outcome, path: Path) -> None:
+    """Both times by percentile, where prompts' tokens came from, and traffic. Same outcome, same picture."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    # Identifiers in an SVG are random otherwise.
+    with rc_context({"svg.hashsalt": "moongate", "font.size": 9}):
+        figure = Figure(figsize=(12, 8), layout="constrained")
+        (ttft, e2e), (sources, traffic) = figure.subplots(2, 2)
+        for axes, (title, lines) in zip((ttft, e2e), curves(outcome), strict=True):
+            _times(axes, title, lines)
+        _sources(sources, outcome)
+        _traffic(traffic, outcome)
+        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _times(axes: Any, title: str, lines: list[tuple[str, Any]]) -> None:
+    for name, values in lines:
+        style = {"color": "black", "linestyle": ":"} if name == BOUND else {}
+        axes.plot(range(1, len(values) + 1), values, label=name, **style)
+    axes.set(title=title, xlabel="percent of turns", yscale="log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _sources(axes: Any, outcome: Outcome) -> None:
+    named = everybody(outcome)[::-1]
+    left = [0.0] * len(named)
+    for field, label, colour in _SOURCES:
+        widths = [100 * float(getattr(each, field)) for _, each in named]
+        axes.barh([name for name, _ in named], widths, left=left, label=label, color=colour)
+        left = [at + width for at, width in zip(left, widths, strict=True)]
+    axes.set(title="Where prompt tokens came from, percent", xlim=(0, 100))
+    axes.legend(loc="lower left")
+
+
+def _traffic(axes: Any, outcome: Outcome) -> None:
+    named = everybody(outcome)[::-1]
+    put = [each.pool_put_bytes / 1e12 for _, each in named]
+    pulled = [each.pool_network_bytes / 1e12 - way for (_, each), way in zip(named, put, strict=True)]
+    names = [name for name, _ in named]
+    axes.barh(names, pulled, label="pulled", color="#1b6ca8")
+    axes.barh(names, put, left=pulled, label="put", color="#8e5ea2")
+    axes.set(title="Over the network, TB")
+    axes.legend()
