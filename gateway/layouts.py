@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from gateway.settings import ModelSettings
 from store.groups import NEVER
 from store.keys import KeyLayout
-from workers.fleet import Fleet
+from workers.fleet import Fleet, UnknownWorker
 from workers.worker import ModelCard, Worker
 
 Groups = Mapping[int, int | None]
@@ -43,10 +43,10 @@ class Layouts:
 
     def of_target(self, target: str) -> KeyLayout | None:
         """Of the blocks that `target` puts into the pool; None for one that is not registered."""
-        name = target if self._fleet.knows(target) else target.rpartition("@")[0]
-        if not self._fleet.knows(name):
+        try:
+            worker = self._fleet.get(target.partition("@")[0])
+        except UnknownWorker:
             return None
-        worker = self._fleet.get(name)
         return next((self.of(worker, card) for card in worker.models if not card.parent), None)
 
     def disagreements(self) -> list[str]:

@@ -87,3 +87,34 @@ async def test_a_turn_that_follows_at_once_hears_of_the_blocks_that_the_answer_f
 
         # A busy machine may be late with an event of this test's own; not with all of them.
         assert any([await heard(number) for number in range(5)])
+
+
+async def test_b052_a_hybrid_worker_is_taken_to_hold_a_prompt_only_for_what_goes_on_from_its_end(
+    peers, front, tmp_path: Path
+) -> None:
+    """Of a sliding window it retains what lies before the end of the prompt, and nothing between."""
+    peer: Peer = await peers(say_ok)
+    live, replay, _ = announce_from(peer, tmp_path / "tiny")
+    with publishing(lambda: Publisher(live, replay)) as publisher:
+        gate = await front(peer, env={"MOONGATE_ROUTING__HEADERS": "debug"})
+        target = f"127.0.0.1:{peer.port}"
+        window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 64, "group_idx": 0}
+        publisher.publish(
+            stored([1], token_ids=list(range(32)), **window), stored([1], token_ids=[*range(32)], group_idx=1)
+        )
+        await gate.until(lambda: len(gate.gateway.knowledge.groups(target)) == 2)
+
+        async def local(prompt: list[int]) -> int:
+            sent = {"model": "m", "prompt": prompt}
+            async with gate.client.post(f"{gate.url}/v1/completions", json=sent) as answer:
+                await answer.read()
+                return int(answer.headers["x-moongate-local-tokens"])
+
+        prompt = [n % 90 + 5 for n in range(325)]
+        assert await local(prompt) == 0
+        assert await local([*prompt, *[8] * 60]) == 320
+        assert await local([*prompt[:200], *[7] * 125]) == 0
+        whole = [n % 80 + 9 for n in range(320)]
+        assert await local(whole) == 0
+        assert await local(whole) == 288
+        assert await local([*whole, 7]) == 288

@@ -48,3 +48,12 @@ def test_a_target_that_is_gone_gets_no_credit_and_the_oldest_make_room() -> None
     assert len(placements) == 2
     placements.drop("a")
     assert placements.extend([5], {}, now=3.0) == {}
+
+
+def test_a_whole_placement_serves_only_what_goes_on_from_its_end() -> None:
+    placements = Placements()
+    placements.place("a", TRUNK, now=0.0, whole=True)
+    assert placements.extend(LEFT, {}, now=1.0) == {"a": 100}
+    assert placements.extend(TRUNK[:99], {}, now=1.0) == {}
+    assert placements.extend([*TRUNK[:50], 500], {}, now=1.0) == {}
+    assert placements.extend(LEFT, {"a": 40}, now=1.0) == {"a": 100}
