@@ -100,7 +100,7 @@ class Run:
         self._result: Final = Finished()
         self._pool = (
             PoolModel(
-                [int(each.segment_bytes.value / each.block_bytes.value) for each in profiles],
+                [each.segment_blocks for each in profiles],
                 fleet.placement,
             )
             if fleet.placement is not None
@@ -194,7 +194,8 @@ class Run:
                 self._clock.at(now + AGAIN_S, self._ask, job.session, job.place, True)
             else:
                 job.retried += 1
-                job.prefill, job.own_tokens, job.unpulled = None, 0.0, False
+                job.prefill, job.unpulled = None, False
+                job.own_tokens, job.dram_tokens = 0.0, 0
                 self._place(job)
 
     def _back(self, number: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from replay.chains import Pieces
 from replay.clock import Clock
 from replay.links import Flow, Link, Links
 from replay.pool import SPREAD, PoolModel
@@ -35,8 +36,8 @@ class Job:
     """A turn on its way through an instance. Lengths in tokens.
 
     session, place: which turn of which session; number: the how-manieth of the run; last: no turn comes
-    after it in its session. own_tokens: of the pool
-    tokens, those that lay in the instance's own segment. pulled_bytes, put_bytes: over the network.
+    after it in its session. own_tokens: of the pool tokens, those that lay in the instance's own segment;
+    dram_tokens: in its private DRAM. pulled_bytes, put_bytes: over the network.
     retried: how often it was sent again because its instance died before its first token; failed: it died
     after that, in the middle of the answer; unpulled: an instance from which it pulled died before the blocks
     were there, so that they were computed; again: the same turn was asked before, and its answer broke off.
@@ -53,6 +54,7 @@ class Job:
     started: float = math.nan
     ended: float = math.nan
     own_tokens: float = 0.0
+    dram_tokens: int = 0
     pulled_bytes: float = 0.0
     put_bytes: float = 0.0
     retried: int = 0
@@ -151,15 +153,25 @@ class Instance:
         self._clock: Final = clock
         self._links: Final = links
         self._pool: Final = pool
+        self._dram = self._memory()
         self._watcher: Final = watcher
         if profile.decode is not None:
             self._handoff: Final = Link(profile.decode.network_bytes_s.value)
         self.prefill, self._decode = self._stations()
 
+    def _memory(self) -> PoolModel | None:
+        """Private DRAM is kept as a pool of one: saved to as computed, the longest unused goes first."""
+        blocks = self.profile.dram_blocks
+        return PoolModel([blocks], "owner") if blocks else None
+
+    def in_dram(self, chain: Pieces, limit: int) -> int:
+        """Leading blocks of `chain` in its private DRAM."""
+        return self._dram.prefix(chain, limit) if self._dram is not None else 0
+
     def _stations(self) -> tuple[Station, Station | None]:
         """Empty engines."""
         clock, profile = self._clock, self.profile
-        lookup = self._lookup if self._pool is not None else None
+        lookup = self._lookup if self._pool is not None or self._dram is not None else None
         prefill = Station(clock, profile.limits(STRIDE), profile.rates(), lookup, self._handle)
         if profile.decode is None:
             return prefill, None
@@ -177,6 +189,7 @@ class Instance:
                 station.stop()
         self.preemptions += self.prefill.engine.counters.preemptions
         self.prefill, self._decode = self._stations()
+        self._dram = self._memory()
         lost = list(self._under_way)
         self._under_way.clear()
         self.jobs.clear()
@@ -204,8 +217,9 @@ class Instance:
         self.prefill.submit(job.prefill)
 
     def _lookup(self, turn: Turn) -> int:
-        assert self._pool is not None
-        return self._pool.lookup(turn.chain, (turn.target - 1) // self._size, self._clock.now)  # pyright: ignore[reportArgumentType]
+        chain, limit, now = _job(turn).asked.chain, (turn.target - 1) // self._size, self._clock.now
+        pools = (pool for pool in (self._pool, self._dram) if pool is not None)
+        return max(pool.lookup(chain, limit, now) for pool in pools)
 
     def _all(self, turn: Turn) -> int:
         return turn.prompt_tokens // self._size
@@ -261,14 +275,17 @@ class Instance:
         if self._pool is not None:
             _, moved = self._pool.put(job.asked.chain, end, self.number, now)
             job.put_bytes += moved * self._block_bytes
+        if self._dram is not None:
+            self._dram.put(job.asked.chain, end, 0, now)
 
     def _load(self, load: Load, now: float) -> None:
-        """Asks the master, then copies from the own segment and pulls from the others at the same time."""
-        assert self._pool is not None
+        """Asks the master, then copies from private DRAM and own segment and pulls from others, at once."""
         job = _job(load.turn)
+        dram = max(load.start, self.in_dram(job.asked.chain, load.end))
         own = 0.0
         remote: dict[int, float] = {}
-        for part in self._pool.parts(job.asked.chain, load.start, load.end):
+        parts = self._pool.parts(job.asked.chain, dram, load.end) if self._pool is not None else ()
+        for part in parts:
             if part.owner == SPREAD:
                 own += part.blocks / len(self._sources)
                 remote[SPREAD] = remote.get(SPREAD, 0.0) + part.blocks * (1 - 1 / len(self._sources))
@@ -277,6 +294,8 @@ class Instance:
             else:
                 remote[part.owner] = remote.get(part.owner, 0.0) + part.blocks
         job.own_tokens += own * self._size
+        job.dram_tokens += (dram - load.start) * self._size
+        own += dram - load.start
         pulled = sum(remote.values()) * self._block_bytes
         job.pulled_bytes += pulled
         profile = self.profile
@@ -308,7 +327,7 @@ class Instance:
             nonlocal ok
             ok = False
             job = _job(turn)
-            job.unpulled, job.own_tokens = True, 0.0
+            job.unpulled, job.own_tokens, job.dram_tokens = True, 0.0, 0
             ended(now)
 
         for size, links in transfers:

@@ -21,9 +21,10 @@ _POINTS = 100
 class Measures(msgspec.Struct, frozen=True):
     """Shares are of prompt tokens unless named otherwise; times in seconds; all of measured turns only.
 
-    hit_rate: found cached, of which `local` in the instance's own HBM, `own_segment` in its own part of the
-    pool and `remote_pool` in others'. local_share: of hit tokens, those that needed no network;
-    own_segment_share: of hit tokens, those in the own segment. pool_network_bytes: pulled and put.
+    hit_rate: found cached, of which `local` in the instance's own HBM, `dram` in its private DRAM,
+    `own_segment` in its own part of the pool and `remote_pool` in others'. local_share: of hit tokens, those
+    that needed no network; own_segment_share: of hit tokens, those in the own segment. pool_network_bytes:
+    pulled and put.
     throughput_tok_s: prompt and answer tokens. imbalance: turns under way on the instance that has most, over
     the mean. retried_turns: sent again because their instance died before their first token; their times
     begin with the first try. failed_turns: their instance died in the middle of the answer; they are in no
@@ -36,6 +37,7 @@ class Measures(msgspec.Struct, frozen=True):
     hit_rate: float
     ideal_hit_rate: float
     local: float
+    dram: float
     own_segment: float
     remote_pool: float
     computed: float
@@ -105,6 +107,7 @@ def measure(
     local = sum(_local(job) for job in jobs)
     pool = sum(_pool(job) for job in jobs)
     own = sum(job.own_tokens for job in jobs)
+    dram = sum(job.dram_tokens for job in jobs)
     hit = local + pool
     ttft = np.array([job.started - job.arrived for job in jobs])
     e2e = np.array([job.ended - job.arrived for job in jobs])
@@ -120,10 +123,11 @@ def measure(
         hit_rate=hit / prompt,
         ideal_hit_rate=sum(ideal[job.session][job.place] for job in jobs) / prompt,
         local=local / prompt,
+        dram=dram / prompt,
         own_segment=own / prompt,
-        remote_pool=max(0.0, pool - own) / prompt,
+        remote_pool=max(0.0, pool - own - dram) / prompt,
         computed=1 - hit / prompt,
-        local_share=(local + own) / hit if hit else 0.0,
+        local_share=(local + dram + own) / hit if hit else 0.0,
         own_segment_share=own / hit if hit else 0.0,
         pool_network_bytes=sum(job.pulled_bytes for job in jobs) + put,
         pool_put_bytes=put,

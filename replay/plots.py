@@ -16,6 +16,7 @@ SUFFIXES: Final = (".png", ".svg")
 # Where the hit tokens of a prompt came from, and what was computed, as fields of Measures.
 _SOURCES: Final = (
     ("local", "own HBM", "#2e8b57"),
+    ("dram", "private DRAM", "#5aa9a3"),
     ("own_segment", "own segment", "#8fce9f"),
     ("remote_pool", "others' segments", "#e09f3e"),
     ("computed", "computed", "#d1495b"),

@@ -6,11 +6,14 @@ import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from workers.sim.engine import Limits, Rates
+
+# Figures that a profile may leave out.
+_OPTIONAL: Final = ("prefill_growth", "dram_bytes")
 
 
 class BadProfile(ValueError):
@@ -39,7 +42,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill. segment_bytes: DRAM given to the pool. network_bytes_s: from other segments, one way;
     host_bytes_s: from its own. lookup_s, lookup_block_s: what the master takes for a prompt, and each block.
     events_s: until the router knows what the instance has stored. saves_decode: whether answers go into the
-    pool. decode: None where the instance decodes itself.
+    pool. prefill_growth: by which share each token of context before it makes a prompt token dearer.
+    dram_bytes: host memory into which it saves what it computes for itself alone (vLLM's CPU offloading).
+    decode: None where the instance decodes itself.
     """
 
     description: str
@@ -62,11 +67,21 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lookup_block_s: Figure
     events_s: Figure
     saves_decode: Figure
+    prefill_growth: Figure = Figure(0.0, "none: the rate is that of the lengths it was measured at")
+    dram_bytes: Figure = Figure(0.0, "none: host memory is given to the pool")
     decode: DecodeFigures | None = None
 
     @property
     def blocks_of_tokens(self) -> int:
         return int(self.block_size.value)
+
+    @property
+    def segment_blocks(self) -> int:
+        return int(self.segment_bytes.value / self.block_bytes.value)
+
+    @property
+    def dram_blocks(self) -> int:
+        return int(self.dram_bytes.value / self.block_bytes.value)
 
     def limits(self, stride: int) -> Limits:
         size = self.blocks_of_tokens
@@ -79,7 +94,14 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def rates(self) -> Rates:
-        return Rates(self.prefill_tok_s.value, self.step_s.value, self.decode_seq_s.value)
+        return Rates(
+            self.prefill_tok_s.value, self.step_s.value, self.decode_seq_s.value, self.prefill_growth_s
+        )
+
+    @property
+    def prefill_growth_s(self) -> float:
+        """Seconds that a token of context adds to a prompt token after it."""
+        return self.prefill_growth.value / self.prefill_tok_s.value
 
     def decode_limits(self, stride: int) -> Limits:
         assert self.decode is not None
@@ -89,7 +111,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def decode_rates(self) -> Rates:
         assert self.decode is not None
-        return Rates(self.prefill_tok_s.value, self.decode.step_s.value, self.decode.decode_seq_s.value)
+        step_s, seq_s = self.decode.step_s.value, self.decode.decode_seq_s.value
+        return Rates(self.prefill_tok_s.value, step_s, seq_s, self.prefill_growth_s)
 
 
 def names() -> list[str]:
@@ -125,18 +148,21 @@ def load(name: str, changes: Mapping[str, float] | None = None) -> Profile:
 
 
 def _change(tree: dict[str, Any], key: str, value: float) -> None:
+    if key in _OPTIONAL:
+        tree.setdefault(key, {"value": value, "source": ""})
     section, _, inner = key.rpartition(".")
     place: Any = tree.get(section) if section else tree
     figure: Any = place.get(inner) if isinstance(place, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     if not isinstance(figure, dict) or "value" not in figure:
         keys = [each for each, got in tree.items() if isinstance(got, dict) and "value" in got]
+        keys += [each for each in _OPTIONAL if each not in keys]
         raise BadProfile(f"the profile has no figure {key!r}; there are {', '.join(keys)}")
     figure["value"], figure["source"] = value, "the command line"
 
 
 def _check(name: str, profile: Profile) -> None:
     may_be_zero = {"overhead_s", "decode_seq_s", "pull_setup_s", "lookup_s", "lookup_block_s", "events_s"}
-    may_be_zero |= {"saves_decode", "segment_bytes"}
+    may_be_zero |= {"saves_decode", "segment_bytes", *_OPTIONAL}
     for holder, prefix in ((profile, ""), (profile.decode, "decode.")):
         for key in holder.__struct_fields__ if holder is not None else ():
             figure = getattr(holder, key)

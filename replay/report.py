@@ -167,7 +167,7 @@ def _row(name: str, each: Measures) -> tuple[str, ...]:
         name,
         f"{100 * each.hit_rate:.2f}",
         f"{100 * each.local:.1f}",
-        f"{100 * each.own_segment:.1f}",
+        f"{100 * (each.own_segment + each.dram):.1f}",
         f"{100 * each.remote_pool:.1f}",
         f"{each.ttft_p50_s:.3f}",
         f"{each.ttft_p90_s:.3f}",

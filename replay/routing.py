@@ -47,7 +47,7 @@ def _prior(profile: Profile) -> Rates:
     token_bytes = profile.block_bytes.value / profile.blocks_of_tokens
     return Rates(
         prefill_s=1 / profile.prefill_tok_s.value,
-        growth_s=0.0,
+        growth_s=profile.prefill_growth_s,
         own_s=token_bytes / profile.host_bytes_s.value,
         remote_s=token_bytes / profile.network_bytes_s.value,
         first_s=profile.step_s.value + profile.overhead_s.value,
@@ -238,7 +238,8 @@ class Clairvoyant:
         """Seconds to the first token, and blocks that are there already."""
         chain, profile, size = job.asked.chain, instance.profile, self._size
         local = instance.prefill.engine.cache.hit(chain, limit)
-        cached = max(local, pool)
+        dram = max(local, instance.in_dram(chain, limit))
+        cached = max(dram, pool)
         rate, overhead = profile.prefill_tok_s.value, profile.overhead_s.value
         free_at = now
         for other in instance.jobs:
@@ -247,11 +248,15 @@ class Clairvoyant:
         queue = max(queue, self._room_wait(instance, job, local))
         compute = queue + (job.asked.prompt_tokens - cached * size) / rate
         pull, own = 0.0, 0
-        if places is not None and pool > local:
-            own = places.own(instance.number, local)
+        if cached > local:
+            remote = max(0, pool - dram)
+            own = dram - local
+            if places is not None and remote:
+                near = places.own(instance.number, dram)
+                own, remote = own + near, remote - near
             busy = 1 + len(instance.network.flows)
             block = profile.block_bytes.value
-            pull = (pool - local - own) * block * busy / profile.network_bytes_s.value
+            pull = remote * block * busy / profile.network_bytes_s.value
             pull = max(pull, own * block / profile.host_bytes_s.value) + profile.pull_setup_s.value
         return pull + compute, local + own
 

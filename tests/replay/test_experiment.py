@@ -57,6 +57,37 @@ def test_sessions_that_stay_with_their_owner_need_hardly_any_network(tmp_path: P
     assert outcome.clairvoyant.local_share > 0.9
 
 
+def test_private_dram_holds_what_hbm_cannot_for_those_who_come_back(tmp_path: Path) -> None:
+    file = codex(tmp_path)
+    figures = {**SMALL, "dram_bytes": 16_777_216 * 4_000}
+    without = run(experiment(file, "session", pool=False)).measures["session"]
+    outcome = run(experiment(file, "session", "round_robin", pool=False, figures=figures))
+    staying, moving = outcome.measures["session"], outcome.measures["round_robin"]
+    assert without.dram == 0
+    assert without.hit_rate < 0.8 * staying.hit_rate
+    # Answers are not saved to it either.
+    assert staying.hit_rate > 0.9 * staying.ideal_hit_rate
+    assert staying.local + staying.dram == pytest.approx(staying.hit_rate)
+    assert staying.local_share == 1
+    assert staying.pool_network_bytes == 0
+    assert moving.hit_rate < staying.hit_rate
+    both = run(experiment(file, "round_robin", figures=figures)).measures["round_robin"]
+    assert both.hit_rate > moving.hit_rate
+    assert 0 < both.remote_pool < both.local + both.dram + both.own_segment
+
+
+def test_prefill_that_grows_with_context_takes_longer_at_the_end_of_a_long_prompt(tmp_path: Path) -> None:
+    file = codex(tmp_path)
+    settings = {"instances": 1, "active": 1, "ramp_s": 0.0, "sessions": 1, "pool": False}
+    flat, growing = (
+        run(experiment(file, figures={"prefill_growth": growth}, **settings)).measures["round_robin"]
+        for growth in (0.0, 1e-4)
+    )
+    assert flat.hit_rate == growing.hit_rate
+    longer = (sum(growing.ttft_s) - sum(flat.ttft_s)) / sum(flat.ttft_s)
+    assert 0.1 < longer < 0.6
+
+
 def test_a_slow_network_is_seen_in_the_first_token_of_those_who_pull(tmp_path: Path) -> None:
     file = codex(tmp_path)
     slow = {**SMALL, "network_bytes_s": 1e9}

@@ -8,6 +8,7 @@ A step computes one token of every decoding turn and, with what is left of the t
 the oldest prompts. It lasts
 
     step_s + decoding turns * decode_seq_s + prompt tokens in it / prefill_tok_s
+        + growth_s * the tokens of context before each of these, summed
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ class Rates:
     prefill_tok_s: one instance's prompt tokens a second; 20,480 is Qwen3-32B on two H100 (llm-d, 2026-08-17).
     step_s, decode_seq_s: what a decode step takes and what each turn in it adds; 7 ms and 0.7 ms come from
     MiniMax-M2.5 on eight H200 (7.7, 9.2, 16.0, 29.4 ms a token at 1, 4, 16, 32 turns).
+    growth_s: what each token of context before it adds to a prompt token. 0: the rate holds at any length.
     """
 
     prefill_tok_s: float = 20_480.0
     step_s: float = 0.007
     decode_seq_s: float = 0.0007
+    growth_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +213,7 @@ class Engine:
         self._duration = 0.0
         self._steps = 0
         self._completing: list[Turn] = []
+        self._context = 0.0  # of the prompt tokens in it, summed
         self._pending: list[Effect] = []
         self._out: list[Effect] = []
 
@@ -333,6 +337,7 @@ class Engine:
     def _begin(self, now: float) -> None:
         """Schedules the next step, and all after it that will be like it."""
         self._decode(now)
+        self._context = 0.0
         tokens = self._prefill(self.limits.step_tokens - len(self._decoding))
         decoding = len(self._decoding)
         if not tokens and not decoding:
@@ -341,6 +346,7 @@ class Engine:
         rates = self.rates
         self._begun = now
         self._duration = rates.step_s + decoding * rates.decode_seq_s + tokens / rates.prefill_tok_s
+        self._duration += rates.growth_s * self._context
         if tokens:
             self._steps = 1
         elif decoding:
@@ -430,6 +436,7 @@ class Engine:
         end = turn.computed + tokens
         if not self._allocate(turn, self._blocks(end) - turn.held.blocks):
             return 0
+        self._context += tokens * (turn.computed + tokens / 2)
         turn.computed = end
         size = self.limits.block_size
         if end // size > turn.held.cached:
