@@ -4,7 +4,8 @@
 
 Four simulated workers with KV events and a Mooncake pool. Routers take turns, each with sessions that nobody
 has seen and with empty caches; then a worker is killed and comes back while sessions go on. Hit
-rates are the engines' own counts, CPU is that of the router's process, memory after many short sessions.
+rates are the engines' own counts, CPU is that of the router's process, memory after many short sessions, as
+far as they come in the time each router gets for them.
 --stock: workers refuse /render, as vLLM does unless it is started with --enable-scale-out.
 """
 
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
+from os import getloadavg
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,8 @@ ANSWER_TOKENS, THINK_S = 16, 0.15
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """rounds of `sessions` with `turns` each, all at once; `many` short sessions before memory is read.
+    """rounds of `sessions` with `turns` each, all at once; `many` short sessions before memory is read, or as
+    many as come in `many_s`.
 
     killed_s: after which time a worker is killed, down_s: how long it is away; `kill_turns` go on meanwhile.
     """
@@ -54,13 +57,14 @@ class Size:
     sessions: int
     turns: int
     many: int
+    many_s: float
     killed_s: float
     down_s: float
     kill_turns: int
 
 
-QUICK = Size(1, 12, 4, 40, killed_s=0.5, down_s=0.5, kill_turns=5)
-FULL = Size(3, 24, 8, 2000, killed_s=1.0, down_s=3.0, kill_turns=16)
+QUICK = Size(1, 12, 4, 40, 5.0, killed_s=0.5, down_s=0.5, kill_turns=5)
+FULL = Size(2, 24, 8, 2000, 20.0, killed_s=1.0, down_s=3.0, kill_turns=16)
 
 
 @dataclass(slots=True)
@@ -69,6 +73,7 @@ class Row:
     ttft_ms: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)
     rss_mb: float = 0.0
+    many: int = 0
     failed: int = 0
     failed_in_kill: int = 0
 
@@ -152,10 +157,13 @@ class Bench:
                 del self.rows[router.name]
         for number in range(self.size.rounds):
             for router in routers:
+                _say(f"round {number + 1} of {self.size.rounds}: {router.name}")
                 await self._cell(router, f"{router.name} {number}")
         for router in routers:
+            _say(f"many sessions: {router.name}")
             await self._many(router)
         for router in routers:
+            _say(f"a worker killed: {router.name}")
             await self._with_a_kill(router)
 
     def _spec(self, model: Path, master: str) -> SimWorkerSpec:
@@ -238,15 +246,19 @@ class Bench:
 
     async def _many(self, router: Target) -> None:
         """Short sessions, a few at a time."""
-        gate = asyncio.Semaphore(8)
+        numbers, until = iter(range(self.size.many)), time.monotonic() + self.size.many_s
+        row = self.rows[router.name]
 
-        async def one(number: int) -> None:
-            async with gate:
+        async def some() -> None:
+            for number in numbers:
                 talk = Conversation(f"{router.name} many", number)
                 await self._turn(router, talk.name, talk.body())
+                row.many += 1
+                if time.monotonic() > until:
+                    return
 
-        await asyncio.gather(*(one(number) for number in range(self.size.many)))
-        self.rows[router.name].rss_mb = rss_mb(router.pid)
+        await asyncio.gather(*(some() for _ in range(16)))
+        row.rss_mb = rss_mb(router.pid)
 
     async def _with_a_kill(self, router: Target) -> None:
         await self._reset()
@@ -326,6 +338,10 @@ class Bench:
         return queries, hits
 
 
+def _say(what: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
+
+
 def _probe() -> bytes:
     return json.dumps(
         {"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "ready?"}]}
@@ -342,18 +358,21 @@ def report(rows: dict[str, Row]) -> dict[str, dict[str, float]]:
             else -1.0,
             "cpu_ms_per_turn": round(statistics.median(row.cpu_ms), 2),
             "rss_mb": round(row.rss_mb, 1),
+            "rss_sessions": row.many,
             "failed": row.failed + row.failed_in_kill,
             "failed_without_kill": row.failed,
         }
         for name, row in rows.items()
     }
     print(
-        f"{'router':30} {'hit %':>6} {'TTFT p50':>9} {'p99 ms':>8} {'CPU ms':>7} {'RSS MB':>7} {'failed':>7}"
+        f"{'router':30} {'hit %':>6} {'TTFT p50':>9} {'p99 ms':>8} {'CPU ms':>7} {'RSS MB':>7} {'after':>6}"
+        f" {'failed':>7} {'in kill':>8}"
     )
     for name, row in found.items():
         print(
             f"{name:30} {100 * row['hit_rate']:6.1f} {row['ttft_p50_ms']:9.1f} {row['ttft_p99_ms']:8.1f}"
-            f" {row['cpu_ms_per_turn']:7.2f} {row['rss_mb']:7.1f} {row['failed']:7.0f}"
+            f" {row['cpu_ms_per_turn']:7.2f} {row['rss_mb']:7.1f} {row['rss_sessions']:6.0f}"
+            f" {row['failed_without_kill']:7.0f} {row['failed'] - row['failed_without_kill']:8.0f}"
         )
     return found
 
@@ -371,6 +390,7 @@ def main() -> None:
     versions = {
         each.metadata["Name"]: each.version for each in distributions(path=[str(ROOT / ".moongate/routers")])
     }
+    print(f"load of the machine before: {getloadavg()[0]:.1f}")
     print("versions:", ", ".join(f"{name} {version}" for name, version in sorted(versions.items())))
     with Targets(ROOT / ".moongate" / "logs" / "bench-peers") as targets:
         bench = Bench(targets, QUICK if args.quick else FULL, stock=args.stock, only=only)
