@@ -75,7 +75,7 @@ Progress = Callable[[int], None]
 
 
 class Run:
-    """policy None: the clairvoyant. `progress` is told how many turns have ended."""
+    """policy None: the clairvoyant, of such `patience`. `progress` is told how many turns have ended."""
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class Run:
         to_come: Sequence[float],
         progress: Progress | None = None,
         failures: Sequence[Failure] = (),
+        patience: float = 0.0,
     ) -> None:
         profiles = fleet.profiles
         self._sessions: Final = trace.sessions
@@ -114,7 +115,7 @@ class Run:
         for each in self._instances:
             each.know(self._instances)
         self._chooser: Chooser = (
-            Clairvoyant(self._instances, self._pool, to_come)
+            Clairvoyant(self._instances, self._pool, to_come, patience)
             if policy is None
             else PolicyChooser(policy, self._instances, fleet.profile, self._pool, seed)
         )

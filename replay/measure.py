@@ -52,6 +52,7 @@ class Measures(msgspec.Struct, frozen=True):
     retried_turns: int
     failed_turns: int
     failed_pulls: int
+    ttft_mean_s: float
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
@@ -138,6 +139,7 @@ def measure(
         retried_turns=sum(job.retried > 0 for job in jobs),
         failed_turns=len(asked) - len(jobs),
         failed_pulls=sum(job.unpulled for job in jobs),
+        ttft_mean_s=float(ttft.mean()),
         ttft_p50_s=_percentile(ttft, 50),
         ttft_p90_s=_percentile(ttft, 90),
         ttft_p99_s=_percentile(ttft, 99),

@@ -196,11 +196,17 @@ class Clairvoyant:
     """What could be had at most: it knows all caches, queues and transfers, and all turns to come.
 
     A turn goes where it will be answered first; where that makes no difference, to the holder of the longest
-    local prefix; and a session that nobody holds, to where the least work is still to come.
+    local prefix; and a session that nobody holds, to where the least work is still to come. It looks no
+    further than the turn at hand, so `patience` says what it would rather wait than let an instance pull or
+    compute what another one has: so many seconds for each second of that. Which is best differs from run
+    to run.
     """
 
-    def __init__(self, instances: list[Instance], pool: PoolModel | None, to_come: Sequence[float]) -> None:
+    def __init__(
+        self, instances: list[Instance], pool: PoolModel | None, to_come: Sequence[float], patience: float
+    ) -> None:
         """to_come: seconds of work in each session that no cache can spare."""
+        self._patience: Final = patience
         self._instances: Final = instances
         self._size: Final = instances[0].profile.blocks_of_tokens
         self._pool: Final = pool
@@ -246,7 +252,7 @@ class Clairvoyant:
             free_at = max(free_at, other.arrived + overhead) + self._left(instance, other) / rate
         queue = max(0.0, free_at - now - overhead)
         queue = max(queue, self._room_wait(instance, job, local))
-        compute = queue + (job.asked.prompt_tokens - cached * size) / rate
+        compute = (job.asked.prompt_tokens - cached * size) / rate
         pull, own = 0.0, 0
         if cached > local:
             remote = max(0, pool - dram)
@@ -258,7 +264,8 @@ class Clairvoyant:
             block = profile.block_bytes.value
             pull = remote * block * busy / profile.network_bytes_s.value
             pull = max(pull, own * block / profile.host_bytes_s.value) + profile.pull_setup_s.value
-        return pull + compute, local + own
+        work = pull + compute
+        return queue + work * (1 + self._patience), local + own
 
     def _room_wait(self, instance: Instance, job: Job, local: int) -> float:
         """Seconds until enough blocks are free, at the pace at which those who decode give theirs back."""
