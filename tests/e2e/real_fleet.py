@@ -181,10 +181,13 @@ def total(page: str, name: str, labels: dict[str, str]) -> float:
     )
 
 
-def make(home: Path, *, workers: int, model: str = "", worker_args: tuple[str, ...] = ()) -> RealFleet:
+def make(
+    home: Path, *, workers: int, model: str = "", blocks: int = 0, worker_args: tuple[str, ...] = ()
+) -> RealFleet:
     """A fleet on free ports, none of it started. Two runs at once do not meet.
 
-    model: its directory, empty for the tiny one. worker_args: more of the workers' command line.
+    model: its directory, empty for the tiny one. blocks: of each worker's cache, 0 for plenty.
+    worker_args: more of the workers' command line.
     Model and caches below `home` are kept for good, a run's own directory (with its logs) until the next run.
     """
     runs, cache = home / "runs", home / "cache"
@@ -200,6 +203,7 @@ def make(home: Path, *, workers: int, model: str = "", worker_args: tuple[str, .
         workers=workers,
         port=next(free_ports(above=23000)),
         directory=own,
+        blocks=blocks,
         worker_args=worker_args,
     )
     return RealFleet(Plan.make(fleet, served, own, logs=own / "logs", cache=cache))
