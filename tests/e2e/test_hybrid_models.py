@@ -5,10 +5,9 @@ Two workers keep windows as vLLM does by default, the third keeps them all. Prom
 
 import asyncio
 import random
-import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ import pytest
 import pytest_asyncio
 
 import real_fleet
+from gateway.doctor import examine
+from gateway.remote import RunningGateway
 from hybrid_model import make_hybrid_model
-from real_fleet import BLOCK, RealFleet, RealWorker
-from workers.launch.server import Server
+from real_fleet import BLOCK, TOKEN, RealFleet, RealWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -36,17 +36,13 @@ async def hybrids(vllm_python: Path) -> AsyncIterator["Hybrids"]:
     dense = replace(fleet.plan, fleet=replace(fleet.plan.fleet, worker_args=(DENSE,)))
     fleet.workers[2].server = dense.workers()[2]
     # What is true is asked here, not how fast: this machine may be busy.
-    fleet.gateway = patient(fleet.gateway)
+    fleet.gateway = replace(fleet.gateway, env={**fleet.gateway.env, "MOONGATE_MOONCAKE__BUDGET_MS": "2000"})
     try:
         await fleet.start()
         async with httpx.AsyncClient(timeout=60.0, trust_env=False) as direct:
             yield Hybrids(fleet, direct)
     finally:
         await fleet.stop()
-
-
-def patient(gateway: Server) -> Server:
-    return replace(gateway, env={**gateway.env, "MOONGATE_MOONCAKE__BUDGET_MS": "2000"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +56,11 @@ class Hit:
 
 @dataclass(slots=True)
 class Hybrids:
+    """direct: a client for workers, past the gateway."""
+
     fleet: RealFleet
     direct: httpx.AsyncClient
-    seeds: Any = None
-
-    def __post_init__(self) -> None:
-        self.seeds = count(1)
+    seeds: Iterator[int] = field(default_factory=lambda: count(1))
 
     @property
     def one(self) -> RealWorker:
@@ -192,6 +187,18 @@ async def test_b052_with_all_windows_kept_prefixes_hit_as_in_a_plain_model(hybri
     assert (hit.local, hit.cached) == (320, 320)
 
 
+async def test_the_doctor_tells_which_workers_keep_too_few_windows(hybrids: Hybrids) -> None:
+    def examined() -> dict[str, str]:
+        with RunningGateway(hybrids.fleet.url, TOKEN) as gateway:
+            return {finding.check: finding.result for finding in examine(gateway, "")}
+
+    found = await asyncio.to_thread(examined)
+    workers = (hybrids.one, hybrids.two, hybrids.dense)
+    assert [found[f"sliding windows of {worker.name}"] for worker in workers] == ["warn", "warn", "ok"]
+    assert found["pool keys of moongate-hybrid"] == "ok"
+    assert "fail" not in found.values()
+
+
 async def test_after_500_random_turns_and_many_evictions_the_index_says_what_a_repeat_hits(
     hybrids: Hybrids,
 ) -> None:
@@ -217,26 +224,25 @@ async def test_after_500_random_turns_and_many_evictions_the_index_says_what_a_r
             talks[number] = prompt + answer.json()["choices"][0]["token_ids"]
             served.append((fleet.worker(answer.headers["x-moongate-worker"]), prompt))
 
-    began = time.monotonic()
     await asyncio.gather(*(turn() for _ in range(500)))
     for worker in fleet.workers:
         await hybrids.heard(worker)
-    print("turns", time.monotonic() - began)
-    began = time.monotonic()
-    assert await fleet.metric("moongate_kv_events_total", kind="removed") > 10 * BLOCKS * len(fleet.workers)
-    last = {worker.name: [turn for turn in served if turn[0] is worker][-25:] for worker in fleet.workers}
+    evicted = await fleet.metric("moongate_kv_events_total", kind="removed")
+    assert evicted > 5 * BLOCKS * len(fleet.workers)
+
+    lately = [[turn for turn in served if turn[0] is worker][-25:] for worker in fleet.workers]
     probes: list[tuple[Hit, int]] = []
-    for _ in range(120):
-        worker, prompt = draw.choice(last[draw.choice(fleet.workers).name])
+    for _ in range(100):
+        worker, prompt = draw.choice(draw.choice(lately))
         if draw.random() < 0.2:
             prompt = prompt[: draw.randrange(32, len(prompt))]
         before = await worker.metric("vllm:prefix_cache_hits_total")
         hit = await hybrids.hit(worker, prompt)
         probes.append((hit, int(await worker.metric("vllm:prefix_cache_hits_total") - before)))
-    print("probes", time.monotonic() - began)
-    print(Counter(hit.local // BLOCK for hit, _ in probes))
-    print(Counter((hit.cached - hit.local) // BLOCK for hit, _ in probes))
+    print(
+        f"{evicted:.0f} blocks evicted; blocks held by probes:", Counter(h.local // BLOCK for h, _ in probes)
+    )
     wrong_local = [(hit, own) for hit, own in probes if hit.local != own]
     wrong = [hit for hit, _ in probes if max(hit.local, hit.pool) != hit.cached]
     assert (len(wrong_local) <= 1, len(wrong) <= 1) == (True, True), (wrong_local, wrong)
-    assert len({hit.local for hit, _ in probes}) > 8
+    assert len({hit.local for hit, _ in probes}) > 6
