@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from importlib import import_module
@@ -343,10 +343,10 @@ class Gateway:
 def _closing(send: Send) -> Send:
     """Answers over `send` ask the client for another connection next time."""
 
-    async def told(message: Message) -> None:
+    def told(message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-        await send(message)
+        return send(message)
 
     return told
 

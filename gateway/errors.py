@@ -26,7 +26,7 @@ Workers' own errors are no business of this file: they pass unchanged.
 import logging
 import math
 import traceback
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -284,13 +284,13 @@ class ErrorBoundary:
             return
         started = finished = False
 
-        async def watched(message: Message) -> None:
+        def watched(message: Message) -> Awaitable[None]:
             nonlocal started, finished
             if message["type"] == "http.response.start":
                 started = True
             elif message["type"] == "http.response.body":
                 finished = not message.get("more_body", False)
-            await send(message)
+            return send(message)
 
         try:
             await self._app(scope, receive, watched)

@@ -3,10 +3,11 @@
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, MutableMapping
+from types import TracebackType
 from typing import Any
 
+from gateway.deadline import Deadline
 from gateway.errors import PayloadTooLarge, RequestTimeout
 
 Scope = MutableMapping[str, Any]
@@ -15,8 +16,12 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
-# ASGI extension of our own server: a function that drops the client's connection at once.
+# ASGI extensions of our own server: a function that drops the client's connection at once, and one that takes
+# what is to be called when the client leaves before its answer is complete (None: nothing any more).
+# `receive` would tell it, too, but to a task more for every turn.
 ABORT = "moongate.abort"
+ON_GONE = "moongate.on_gone"
+OnGone = Callable[[Callable[[], None] | None], None]
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -43,7 +48,9 @@ class Exchange:
         self.stalled = False
         self.sent_at = 0.0
         self._sending_since: float | None = None
-        self._abort: Callable[[], None] | None = scope.get("extensions", {}).get(ABORT)
+        extensions = scope["extensions"]
+        self._abort: Callable[[], None] = extensions[ABORT]
+        self._on_gone: OnGone = extensions[ON_GONE]
         self._receive = receive
         self._send = send
         given = self.header(b"x-request-id")
@@ -71,7 +78,7 @@ class Exchange:
         size = 0
         while True:
             try:
-                async with asyncio.timeout(pause_s or None):
+                with Deadline.after(pause_s):
                     message = await self._receive()
             except TimeoutError:
                 raise RequestTimeout("the rest of the body did not come") from None
@@ -85,51 +92,17 @@ class Exchange:
             if not message.get("more_body", False):
                 return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    @asynccontextmanager
-    async def connected(self, stall_s: float = 0.0) -> AsyncGenerator[None, None]:
-        """Run the body only while the client listens; its leaving raises ClientGone inside, at any await.
+    def connected(self, stall_s: float = 0.0) -> "_Connected":
+        """Run a block only while the client listens; its leaving raises ClientGone inside, at any await.
 
         So does a client that takes nothing of what is sent for `stall_s` seconds (0: it may); `stalled` is
-        true then. Call after `read_body`: from then on the only message a client can still send is its
-        disconnect.
+        true then. Call after `read_body`.
         """
-        task = asyncio.current_task()
-        assert task is not None
-        gone = False
+        return _Connected(self, self._on_gone, stall_s)
 
-        async def watch() -> None:
-            nonlocal gone
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            if not self.finished and not gone:
-                gone = True
-                task.cancel()
-
-        def look_at_sending() -> None:
-            nonlocal gone, looking
-            since = self._sending_since
-            if gone:
-                return
-            if since is not None and loop.time() - since >= stall_s:
-                gone = self.stalled = True
-                task.cancel()
-            else:
-                looking = loop.call_later(stall_s / 4, look_at_sending)
-
-        loop = asyncio.get_running_loop()
-        # One timer for a turn, not one for each chunk.
-        looking = loop.call_later(stall_s / 4, look_at_sending) if stall_s else None
-        watcher = asyncio.create_task(watch())
-        try:
-            yield
-        except asyncio.CancelledError:
-            if gone and task.uncancel() == 0:
-                raise ClientGone from None
-            raise
-        finally:
-            watcher.cancel()
-            if looking is not None:
-                looking.cancel()
+    def silent_for(self, now: float) -> float:
+        """For how many seconds the client has taken nothing of what is being sent to it."""
+        return 0.0 if self._sending_since is None else now - self._sending_since
 
     async def start(self, status: int, headers: Headers) -> None:
         self.started = True
@@ -143,9 +116,61 @@ class Exchange:
 
     def abort(self) -> None:
         """Drop the connection with whatever is still to be written: to a client that does not read."""
-        if self._abort is not None:
-            self._abort()
+        self._abort()
 
     async def finish(self, chunk: bytes = b"") -> None:
         self.finished = True
         await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
+
+
+class _Connected:
+    """The context manager of `Exchange.connected`."""
+
+    __slots__ = ("_exchange", "_gone", "_on_gone", "_stall_s", "_task", "_timer")
+
+    def __init__(self, exchange: Exchange, on_gone: OnGone, stall_s: float) -> None:
+        self._exchange = exchange
+        self._on_gone = on_gone
+        self._stall_s = stall_s
+        self._gone = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        if self._stall_s:
+            self._look_later()
+        self._on_gone(self._leave)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._on_gone(None)
+        if self._timer is not None:
+            self._timer.cancel()
+        if (
+            self._gone
+            and kind is not None
+            and issubclass(kind, asyncio.CancelledError)
+            and not self._task.uncancel()
+        ):
+            raise ClientGone from None
+
+    def _leave(self) -> None:
+        if not self._exchange.finished and not self._gone:
+            self._gone = True
+            self._task.cancel()
+
+    def _look_later(self) -> None:
+        # One timer for a turn, not one for each chunk.
+        self._timer = asyncio.get_running_loop().call_later(self._stall_s / 4, self._look_at_sending)
+
+    def _look_at_sending(self) -> None:
+        if self._gone:
+            return
+        if self._exchange.silent_for(asyncio.get_running_loop().time()) >= self._stall_s:
+            self._exchange.stalled = self._gone = True
+            self._task.cancel()
+        else:
+            self._look_later()

@@ -1,18 +1,32 @@
 """Waiting for the first byte of an answer: no longer than the client would, nor on a worker gone silent."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from types import TracebackType
 
+from gateway.deadline import Deadline
 from workers.fleet import FleetEvent
 from workers.worker import Worker
 
 
-@dataclass(eq=False, slots=True)
 class _Wait:
-    clock: asyncio.Timeout
-    may_leave: Callable[[], bool]
+    """One wait on one worker, as a context manager."""
+
+    __slots__ = ("_all", "deadline", "may_leave")
+
+    def __init__(self, waits: set["_Wait"], until: float | None, may_leave: Callable[[], bool]) -> None:
+        self._all = waits
+        self.deadline = Deadline(until)
+        self.may_leave = may_leave
+
+    def __enter__(self) -> None:
+        self._all.add(self)
+        self.deadline.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._all.discard(self)
+        self.deadline.__exit__(kind, error, trace)
 
 
 class Patience:
@@ -25,30 +39,18 @@ class Patience:
     def __init__(self) -> None:
         self._waits: dict[str, set[_Wait]] = {}
 
-    @asynccontextmanager
-    async def waiting(
-        self, worker: str, until: float | None, may_leave: Callable[[], bool]
-    ) -> AsyncGenerator[None, None]:
-        """Run the body until `until` (loop time; None: no limit), or `worker` is silent and `may_leave`.
+    def waiting(self, worker: str, until: float | None, may_leave: Callable[[], bool]) -> _Wait:
+        """Run a block until `until` (loop time; None: no limit), or `worker` is silent and `may_leave`.
 
         Raises TimeoutError for either.
         """
-        async with asyncio.timeout_at(until) as clock:
-            wait = _Wait(clock, may_leave)
-            waits = self._waits.setdefault(worker, set())
-            waits.add(wait)
-            try:
-                yield
-            finally:
-                waits.discard(wait)
-                if not waits and self._waits.get(worker) is waits:
-                    del self._waits[worker]
+        return _Wait(self._waits.setdefault(worker, set()), until, may_leave)
 
     def follow(self, event: FleetEvent, worker: Worker) -> None:
         """A fleet listener."""
-        if event != "silent":
-            return
-        now = asyncio.get_running_loop().time()
-        for wait in list(self._waits.get(worker.name, ())):
-            if wait.may_leave():
-                wait.clock.reschedule(now)
+        if event == "silent":
+            for wait in list(self._waits.get(worker.name, ())):
+                if wait.may_leave():
+                    wait.deadline.expire()
+        elif event == "removed" and not self._waits.get(worker.name, True):
+            del self._waits[worker.name]

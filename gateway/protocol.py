@@ -1,6 +1,7 @@
 """uvicorn's HTTP protocol, with what it leaves open towards clients that are slow, odd or gone."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
 import httptools
@@ -8,7 +9,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway import errors
-from gateway.exchange import ABORT
+from gateway.exchange import ABORT, ON_GONE
 
 # Agents' heads have 1 to 3 KB; what vLLM's own server takes.
 _HEAD_BYTES = 1 << 16
@@ -34,6 +35,7 @@ class Protocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None
+        self._on_gone: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -75,7 +77,8 @@ class Protocol(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0
         # Closing waits until everything was written: for ever, if the client does not read.
-        self.scope["extensions"] = cast(dict[str, dict[object, object]], {ABORT: self.transport.abort})
+        extensions = {ABORT: self.transport.abort, ON_GONE: self._call_when_gone}
+        self.scope["extensions"] = cast(dict[str, dict[object, object]], extensions)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -146,6 +149,13 @@ class Protocol(HttpToolsProtocol):
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
             self._answered.message_event.set()
+            if self._on_gone is not None:
+                self._on_gone()
+
+    def _call_when_gone(self, callback: Callable[[], None] | None) -> None:
+        self._on_gone = callback
+        if callback is not None and self._answered is not None and self._answered.disconnected:
+            callback()
 
 
 def _what_else(data: bytes) -> str:

@@ -13,6 +13,7 @@ from gateway.aliases import Aliases
 from gateway.api import POST_ONLY, ParsedTurn, is_event_stream, parse
 from gateway.bodies import Bodies
 from gateway.breaks import PrefixBreaks
+from gateway.deadline import Deadline
 from gateway.decisions import DecisionLog, DecisionRecord, Outcome, OutcomeKind
 from gateway.divergence import PrefixReport
 from gateway.exchange import ClientGone, Exchange, Headers, Receive, Scope, Send
@@ -142,10 +143,7 @@ class TurnApp:
             )
             turn.parsed, body = self._aliases.resolved(parsed, body, content_type)
             turn.alias = parsed.model if turn.parsed.model != parsed.model else ""
-            async with (
-                exchange.connected(self._timeouts.stall_s),
-                asyncio.timeout(self._timeouts.total_s or None),
-            ):
+            with exchange.connected(self._timeouts.stall_s), Deadline.after(self._timeouts.total_s):
                 await self._serve(turn, turn.parsed, body)
         except ClientGone:
             turn.status, turn.outcome = _CLIENT_CLOSED, "cancelled"
@@ -256,7 +254,7 @@ class TurnApp:
             soon = asyncio.get_running_loop().time() + failover_s
             until = soon if until is None else min(soon, until)
         try:
-            async with self.patience.waiting(target.worker.name, until, may_leave):
+            with self.patience.waiting(target.worker.name, until, may_leave):
                 return await self._transport.open(
                     exchange.method,
                     target.worker.url,
@@ -322,7 +320,7 @@ class TurnApp:
                 keeping = keep_alive(exchange, turn.tail, self._timeouts.keep_alive_s)
                 turn.keeper = asyncio.create_task(keeping, name="keep alive")
         try:
-            async with self.patience.waiting(worker.name, until, may_leave):
+            with self.patience.waiting(worker.name, until, may_leave):
                 chunk = await response.read()
             if stream and not chunk:
                 return UpstreamError("empty")

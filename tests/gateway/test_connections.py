@@ -175,20 +175,24 @@ async def test_a_new_connection_or_a_begun_answer_that_breaks_off_is_the_turns_t
 
 async def test_two_old_connections_cost_one_new_one(transport) -> None:
     """However many idle connections are dead, a turn is sent twice at most."""
+    requests = 0
 
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+        nonlocal requests
+        requests += 1
         await request(reader)
         if number > 2:
             return
         writer.write(OK)
         await request(reader)
+        requests += 1
 
     async with playing(script) as (worker, url):
         for response in await asyncio.gather(post(transport, url), post(transport, url)):
             await said(response)
         with pytest.raises(UpstreamError) as raised:
             await post(transport, url)
-        assert (raised.value.kind, worker.connections) == ("reset", 3)
+        assert (raised.value.kind, worker.connections, requests) == ("reset", 3, 4)
 
 
 @pytest.mark.parametrize("leaves", [False, True])

@@ -279,6 +279,7 @@ async def test_a_body_without_framing_ends_with_its_connection(head: bytes) -> N
     line = Line()
     response = await line.ask(head + b"\r\nabc", b"def", eof=True)
     assert (await whole(response), line.free, line.gone) == (b"abcdef", 0, 1)
+    assert line.wire.aborted
     line = Line()
     response = await line.ask(head + b"\r\nabc")
     line.connection.connection_lost(ConnectionResetError())
@@ -333,10 +334,22 @@ async def test_what_is_not_read_is_not_asked_for() -> None:
     assert not line.wire.reading
     assert len(await response.read()) == 80_000
     assert line.wire.reading
-    line.connection.data_received(b"x" * 920_000)
+    for _ in range(4):
+        line.connection.data_received(b"x" * 20_000)
+    assert not line.wire.reading
+    line.connection.data_received(b"x" * 840_000)
     # All of it is here: the connection has to hear of its end.
     assert (line.free, line.wire.reading) == (1, True)
     assert len(await whole(response)) == 920_000
+
+
+async def test_a_body_may_be_as_long_as_it_is() -> None:
+    line = Line()
+    response = await line.ask(OK + b"content-length: 1000000\r\n\r\n")
+    for _ in range(50):
+        line.connection.data_received(b"x" * 20_000)
+        assert await response.read() == b"x" * 20_000
+    assert (await response.read(), line.free) == (b"", 1)
 
 
 async def test_who_does_not_want_the_rest_has_the_connection_cut() -> None:
