@@ -3,10 +3,10 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from gateway import errors
 from gateway.api import ParsedTurn

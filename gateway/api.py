@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
 import msgspec
@@ -45,8 +44,7 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _RESPONSE_ENDS = (b"response.completed", b"response.incomplete", b"response.failed", b"error")
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedTurn:
+class ParsedTurn(msgspec.Struct, frozen=True):
     """A request as routing sees it.
 
     prompt: what shapes the engine's prompt, None where it can't be known; `unknown` then says why.

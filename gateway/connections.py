@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import ipaddress
 import socket
 import ssl
 from collections import deque
@@ -25,12 +26,13 @@ _OUR_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, e
 class _Origin:
     """A worker's address, and its idle connections with the latest at the right.
 
-    url: as it is registered. authority: the Host line's value. prefix: what its URL has before every path.
-    until: loop time up to which `addresses` are good.
+    url: as it is registered. literal: its host is an address. authority: the Host line's value.
+    prefix: what its URL has before every path. until: loop time up to which `addresses` are good.
     """
 
     url: str
     host: str
+    literal: bool
     port: int
     secure: bool
     authority: bytes
@@ -96,6 +98,7 @@ class Connections:
         origin = self._origins[worker] = _Origin(
             worker,
             host=parts.hostname or "",
+            literal=_is_address(parts.hostname or ""),
             port=parts.port or (443 if secure else 80),
             secure=secure,
             authority=parts.netloc.encode(),
@@ -117,12 +120,8 @@ class Connections:
     async def _connected(self, origin: _Origin) -> Connection:
         """By the first of its addresses that takes it; each gets its share of the time. Raises OSError."""
         loop = asyncio.get_running_loop()
-        if loop.time() >= origin.until:
-            async with asyncio.timeout(self._connect_s or None):
-                found = await loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
-            origin.addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
-            origin.until = loop.time() + _ADDRESSES_S
-        addresses, tls = origin.addresses, self._trusted() if origin.secure else None
+        addresses = await self._addresses(origin)
+        tls = self._trusted() if origin.secure else None
         failed = OSError(errno.EHOSTUNREACH, "no address")
         for address in addresses:
             try:
@@ -141,6 +140,19 @@ class Connections:
                 self._open.add(connection)
             return connection
         raise failed
+
+    async def _addresses(self, origin: _Origin) -> list[str]:
+        """Raises OSError."""
+        if origin.literal:
+            # Nothing to look up, so nothing that could keep a turn waiting for a thread.
+            return [origin.host]
+        loop = asyncio.get_running_loop()
+        if loop.time() >= origin.until:
+            async with asyncio.timeout(self._connect_s or None):
+                found = await loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
+            origin.addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
+            origin.until = loop.time() + _ADDRESSES_S
+        return origin.addresses
 
     def _trusted(self) -> ssl.SSLContext:
         if self._tls is None:
@@ -165,3 +177,11 @@ class Connections:
             if not origin.idle and now - origin.used > _ADDRESSES_S:
                 del self._origins[name]
         self._sweep = loop.call_later(self._keepalive_s / 4, self._tidy)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -2,8 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 from gateway.divergence import PrefixReport
 from policies.plan import NO_FACTS, Facts, Plan
@@ -12,8 +13,7 @@ from policies.types import Decision, Turn
 OutcomeKind = Literal["ok", "error", "cancelled"]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """How a turn ended.
 
     status: HTTP status sent to the client, 0 if it left before one was.
@@ -27,8 +27,7 @@ class Outcome:
     total_s: float = 0.0
 
 
-@dataclass(slots=True)
-class DecisionRecord:
+class DecisionRecord(msgspec.Struct):
     """One decision. `time` in Unix seconds; `timings` in milliseconds by step; `outcome` comes at the end.
 
     unrenderable: why the prompt's tokens could not be computed, "" if they could.
@@ -44,7 +43,7 @@ class DecisionRecord:
     prompt_tokens: int
     block_size: int
     decision: Decision
-    timings: dict[str, float] = field(default_factory=dict[str, float])
+    timings: dict[str, float] = {}
     unrenderable: str = ""
     outcome: Outcome | None = None
     prefix: PrefixReport | None = None

@@ -1,8 +1,8 @@
 """One HTTP exchange with a client over ASGI: its request, its body, and every way its response can go."""
 
 import asyncio
+import random
 import re
-import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from types import TracebackType
 from typing import Any
@@ -22,7 +22,13 @@ Headers = list[tuple[bytes, bytes]]
 ABORT = "moongate.abort"
 ON_GONE = "moongate.on_gone"
 OnGone = Callable[[Callable[[], None] | None], None]
+# Their own generator, seeded by the system: ids have to be unique, nobody has to be unable to guess them.
+_ids = random.Random()
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+def _new_id() -> str:
+    return f"{_ids.getrandbits(128):032x}"
 
 
 class ClientGone(Exception):
@@ -54,11 +60,14 @@ class Exchange:
         self._receive = receive
         self._send = send
         given = self.header(b"x-request-id")
-        self.request_id = given.decode() if given and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        self.request_id = given.decode() if given and _REQUEST_ID.fullmatch(given) else _new_id()
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of the header `name` (lower case)."""
-        return next((value for key, value in self.headers if key == name), None)
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
 
     @property
     def target(self) -> bytes:
@@ -119,8 +128,9 @@ class Exchange:
         self._abort()
 
     async def finish(self, chunk: bytes = b"") -> None:
-        self.finished = True
+        self._sending_since = asyncio.get_running_loop().time()
         await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
+        self.finished = True
 
 
 class _Connected:

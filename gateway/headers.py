@@ -7,10 +7,6 @@ _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade".split()
 )
-# Credentials are the gateway's own on either side; placement is the gateway's decision alone.
-_NOT_FOR_WORKERS = _HOP_BY_HOP | frozenset(
-    b"host content-length expect authorization x-api-key x-request-id".split()
-)
 # By which routers, proxies and engines are told a worker, a rank or a peer to take the KV cache from.
 _PLACEMENT = frozenset(
     b"x-data-parallel-rank x-data-parallel-host-port x-data-parallel-host x-dp-rank x-worker-id "
@@ -18,25 +14,29 @@ _PLACEMENT = frozenset(
     b"x-decoder-host-port x-gateway-destination-endpoint x-smg-target-worker x-smg-routing-key "
     b"target-pod".split()
 )
+# Credentials are the gateway's own on either side; placement is the gateway's decision alone.
+_NOT_FOR_WORKERS = (
+    _HOP_BY_HOP
+    | _PLACEMENT
+    | frozenset(b"host content-length expect authorization x-api-key x-request-id".split())
+)
 # What clients show to be let in, as rules of the policy name headers.
 CREDENTIALS = frozenset("authorization proxy-authorization x-api-key api-key cookie".split())
 _OWN_PREFIX = b"x-moongate-"
 _NOT_FOR_CLIENTS = _HOP_BY_HOP | frozenset((b"x-request-id", b"server", b"date"))
 
 
-def _connection_named(headers: Headers) -> frozenset[bytes]:
-    """Header names that a Connection line declares to be for this hop only."""
-    return frozenset(
-        token.strip().lower()
-        for name, value in headers
-        if name == b"connection"
-        for token in value.split(b",")
-    )
+def _dropped(always: frozenset[bytes], headers: Headers) -> frozenset[bytes]:
+    """With the names that a Connection line declares to be for this hop only."""
+    named = [value for name, value in headers if name == b"connection"]
+    if not named:
+        return always
+    return always.union(token.strip().lower() for value in named for token in value.split(b","))
 
 
 def for_worker(headers: Headers, *, api_key: str, request_id: str, rank: int | None) -> Headers:
     """The client's header lines as a worker may see them, with the gateway's own added."""
-    dropped = _NOT_FOR_WORKERS | _PLACEMENT | _connection_named(headers)
+    dropped = _dropped(_NOT_FOR_WORKERS, headers)
     lines = [(n, value) for n, value in headers if n not in dropped and not n.startswith(_OWN_PREFIX)]
     lines.append((b"x-request-id", request_id.encode()))
     if api_key:
@@ -52,7 +52,7 @@ def for_client(headers: Headers, own: Headers, worker_url: str) -> Headers:
     A redirect to the worker itself leads to the same path here: past the gateway it would charge nobody, and
     take the client's key along.
     """
-    dropped = _NOT_FOR_CLIENTS | _connection_named(headers)
+    dropped = _dropped(_NOT_FOR_CLIENTS, headers)
     lines = [(n, value) for n, value in headers if n not in dropped and not n.startswith(_OWN_PREFIX)]
     there = worker_url.encode()
     for i, (name, value) in enumerate(lines):

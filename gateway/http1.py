@@ -113,6 +113,11 @@ class Response:
             self._connection.resume()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    @property
+    def read_whole(self) -> bool:
+        """Whether the body's end is known to have been read: `read` would give b"" at once."""
+        return self.complete and not self._parts
+
     def close(self) -> None:
         """No more of it is wanted: a connection that is not through with it is cut at once."""
         self._stop_clock()

@@ -3,9 +3,9 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import cast, get_args
 
+import msgspec
 import numpy as np
 
 from gateway.api import ParsedTurn
@@ -34,8 +34,7 @@ _FINAL = frozenset(("invalid", "hash_seed_unknown", "too_long"))
 _CHARACTERS_A_TOKEN = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Understood:
+class Understood(msgspec.Struct, frozen=True):
     """A turn's prompt under its model's hash scheme and pool keys.
 
     unknown: why there is none, or only its beginning; "" for a whole prompt.

@@ -5,8 +5,10 @@ import random
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from typing import Protocol
+
+import msgspec
+from msgspec.structs import replace
 
 from gateway.api import ParsedTurn
 from gateway.charge import Charge
@@ -46,8 +48,7 @@ _HEAD_TOKENS = 1024
 _FULL_EVERY_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Sight:
+class Sight(msgspec.Struct, frozen=True):
     """What is known of a turn before it is placed; made once, used again when it must be placed anew.
 
     only: the one worker that can answer this turn, "" if any can.
@@ -97,8 +98,7 @@ class Sight:
         return Turn(self.prompt_tokens, self.draw, number, size, self.session, head)
 
 
-@dataclass(frozen=True, slots=True)
-class Client:
+class Client(msgspec.Struct, frozen=True):
     """headers: of the request. alias: what the model was called, where that is another name than its own."""
 
     headers: Sequence[tuple[bytes, bytes]] = ()
@@ -108,8 +108,7 @@ class Client:
 ANYBODY = Client()
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """A decision with its lease taken."""
 
     decision: Decision
@@ -152,7 +151,7 @@ class Router:
         self._number = 0
         self._full: dict[str, float] = {}
         self._full_at = 0.0
-        self._draws = draws or random.SystemRandom()
+        self._draws = draws or random.Random()
         self._computed = Placements(ttl_s=_ANNOUNCED_AFTER_S)
         self._ended: deque[tuple[float, int, int]] = deque(maxlen=_ANSWERS)
 
@@ -319,7 +318,7 @@ class Router:
         targets = self._fleet.targets()
         candidates = [self._candidate(target, sight, failed, now) for target in targets]
         candidates = within(self._room_each, candidates, sight.prompt_tokens)
-        return eased(candidates, [self._fleet.ramp(target.worker) for target in targets])
+        return eased(candidates, self._fleet.ramps([target.worker for target in targets]))
 
     def _fullness(self) -> dict[str, float]:
         """How far new blocks displace others, by target: 0 with a tenth of the cache free, 1 when full."""

@@ -20,6 +20,11 @@ class UpstreamResponse(Protocol):
         """Header lines, names in lower case, in the worker's order."""
         ...
 
+    @property
+    def read_whole(self) -> bool:
+        """Whether the next `read` would give b"" without waiting."""
+        ...
+
     async def read(self) -> bytes:
         """The next bytes of the body, as soon as there are any; b"" at its end.
 

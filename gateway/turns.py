@@ -331,6 +331,9 @@ class TurnApp:
                 if learner is not None and learner.feed(chunk):
                     learner = None
                 turn.tail.feed(chunk)
+                if response.read_whole:
+                    # Goes out with what ends the answer.
+                    break
                 await exchange.send(chunk)
                 chunk = await response.read()
         except TimeoutError:
@@ -338,6 +341,7 @@ class TurnApp:
         except UpstreamError as error:
             return error
         if stream and not parsed.complete(turn.tail):
+            await exchange.send(chunk)
             return UpstreamError("incomplete")
         turn.outcome = "ok" if response.status < 500 else "error"
         if response.status < 400:
@@ -345,7 +349,7 @@ class TurnApp:
         if response.status == 200 and turn.sight is not None:
             self._router.ended(turn.sight)
         turn.ends()
-        await exchange.finish()
+        await exchange.finish(chunk)
         return None
 
     async def _start(self, turn: TurnState, status: int, head: Headers) -> None:

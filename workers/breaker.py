@@ -30,6 +30,10 @@ class Breaker:
     _wait_s: float = 0.0
     _trying: bool = False
 
+    @property
+    def closed(self) -> bool:
+        return self._trial_at is None
+
     def state(self, now: float) -> BreakerState:
         if self._trial_at is None:
             return "closed"

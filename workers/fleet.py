@@ -4,7 +4,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 from urllib.parse import urlsplit
@@ -144,15 +144,19 @@ class Fleet:
         return worker
 
     def breaker_state(self, worker: Worker) -> BreakerState:
-        return worker.breaker.state(self._clock())
+        return "closed" if worker.breaker.closed else worker.breaker.state(self._clock())
 
-    def ramp(self, worker: Worker) -> float:
-        """The share of an ordinary load that a worker may have: below 1 only where it came back lately."""
-        return min(1.0, (self._clock() - worker.since) / self._ramp_s) if self._ramp_s else 1.0
+    def ramps(self, workers: Sequence[Worker]) -> list[float]:
+        """The share of an ordinary load that each may have: below 1 only where it came back lately."""
+        if not self._ramp_s:
+            return [1.0] * len(workers)
+        now = self._clock()
+        return [min(1.0, (now - worker.since) / self._ramp_s) for worker in workers]
 
     def sent(self, worker: Worker) -> None:
         """A turn goes there."""
-        worker.breaker.sent(self._clock())
+        if not worker.breaker.closed:
+            worker.breaker.sent(self._clock())
 
     def failed(self, worker: Worker, kind: str) -> None:
         """It failed a turn by its own fault: a 5xx, a broken connection, silence. `kind` is for the log."""
@@ -179,7 +183,7 @@ class Fleet:
 
     def serves(self, model: str) -> bool:
         """Whether any registered worker, up or not, is known to serve `model`."""
-        return any(worker.card(model) for worker in self._workers.values())
+        return any(worker.card(model) is not None for worker in self._workers.values())
 
     def knows(self, name: str) -> bool:
         """Whether a worker, or a target of one, has that name."""

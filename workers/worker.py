@@ -77,6 +77,9 @@ class Worker:
     since: float = 0.0
     misses: int = 0
     weight: float = 1.0
+    # Asked for several times a turn, and changed by probes only.
+    _targets: tuple["Target", ...] = ()
+    _targets_of: tuple[KvEndpoint, ...] | None = None
 
     @property
     def host(self) -> str:
@@ -85,16 +88,21 @@ class Worker:
     @property
     def targets(self) -> tuple["Target", ...]:
         """One target, or one per data-parallel rank where the worker publishes for several."""
-        if len(self.kv_endpoints) < 2:
-            return (Target(self, None),)
-        return tuple(Target(self, endpoint.rank) for endpoint in self.kv_endpoints)
+        if self._targets_of is not self.kv_endpoints:
+            ranks = [e.rank for e in self.kv_endpoints] if len(self.kv_endpoints) > 1 else [None]
+            self._targets = tuple(Target(self, rank) for rank in ranks)
+            self._targets_of = self.kv_endpoints
+        return self._targets
 
     def target_of(self, rank: int) -> str:
         """The target name whose events rank `rank` publishes."""
         return self.name if len(self.kv_endpoints) < 2 else f"{self.name}@{rank}"
 
     def card(self, model: str) -> ModelCard | None:
-        return next((card for card in self.models if card.id == model), None)
+        for card in self.models:
+            if card.id == model:
+                return card
+        return None
 
 
 @dataclass(frozen=True, slots=True)

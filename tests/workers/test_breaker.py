@@ -77,15 +77,15 @@ def test_a_worker_ramps_up_after_it_came_back() -> None:
     fleet = Fleet(ramp_s=10.0, clock=lambda: now)
     worker = fleet.add("http://h:1", "w")
     fleet.mark_up(worker, worker.report, (), ())
-    assert fleet.ramp(worker) == 0
+    assert fleet.ramps([worker]) == [0]
     now = 105.0
-    assert fleet.ramp(worker) == 0.5
+    assert fleet.ramps([worker]) == [0.5]
     now = 120.0
-    assert fleet.ramp(worker) == 1
+    assert fleet.ramps([worker]) == [1]
     fleet.cordon("w", True)
     fleet.cordon("w", False)
-    assert fleet.ramp(worker) == 0
-    assert Fleet(ramp_s=0.0).ramp(worker) == 1
+    assert fleet.ramps([worker]) == [0]
+    assert Fleet(ramp_s=0.0).ramps([worker]) == [1]
 
 
 def test_a_second_missed_probe_says_that_the_worker_is_silent_once() -> None:
