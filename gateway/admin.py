@@ -33,7 +33,7 @@ from gateway.policy_versions import PolicyVersions
 from gateway.prompts_view import PromptsAnswer
 from gateway.settings import Settings
 from workers.fleet import BadWorker, DuplicateWorker, UnknownWorker
-from workers.worker import Worker
+from workers.worker import Role, Worker
 
 PREFIX = "/admin/v1"
 
@@ -43,9 +43,12 @@ class FleetAdmin(Protocol):
 
     def workers(self) -> Sequence[Worker]: ...
     def get(self, name: str) -> Worker: ...
-    def add(self, url: str, name: str | None = None, segment: str = "") -> Worker: ...
+    def add(
+        self, url: str, name: str | None = None, segment: str = "", role: Role | None = None
+    ) -> Worker: ...
     def cordon(self, name: str, cordoned: bool) -> Worker: ...
     def weigh(self, name: str, weight: float) -> Worker: ...
+    def give_role(self, name: str, role: Role) -> Worker: ...
     def remove(self, name: str) -> Worker: ...
 
 
@@ -79,30 +82,34 @@ class NewWorker(BaseModel):
     """url: http(s)://HOST:PORT. name: made of host and port if not given.
 
     segment: its share of the Mooncake pool, IP:PORT or IP, where that does not follow from the host.
+    role: both, prefill or decode; as configured if not given.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     url: str
     name: str | None = None
     segment: str = ""
+    role: Role | None = None
 
 
 class WorkerChange(BaseModel):
     """cordoned: true takes the worker out of the choice for new turns, false puts it back.
 
     drain: true cordons it and moves its share of the pool into the others'; false stops that and uncordons.
-    weight: its share of the load compared with others', above 0; what is not given stays as it is.
+    weight: its share of the load compared with others', above 0. role: both, prefill or decode. What is not
+    given stays as it is.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
     cordoned: bool | None = None
     drain: bool | None = None
     weight: Annotated[float, Field(gt=0, le=1000, strict=False)] | None = None
+    role: Role | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> "WorkerChange":
-        if self.cordoned is None and self.drain is None and self.weight is None:
-            raise ValueError("give cordoned, drain or weight")
+        if all(each is None for each in (self.cordoned, self.drain, self.weight, self.role)):
+            raise ValueError("give cordoned, drain, weight or role")
         if self.cordoned is not None and self.drain is not None and self.cordoned != self.drain:
             raise ValueError("a worker that drains is cordoned, one that does not is not")
         return self
@@ -167,7 +174,7 @@ def _workers(parts: AdminParts) -> APIRouter:
         if await asyncio.to_thread(leads_here, new.url, server.host, ours):
             raise errors.InvalidRequest("that URL is the gateway's own", param="url")
         try:
-            worker = fleet.add(new.url, new.name, new.segment)
+            worker = fleet.add(new.url, new.name, new.segment, new.role)
         except BadWorker as error:
             raise errors.InvalidRequest(str(error), param="url") from None
         except DuplicateWorker as error:
@@ -179,7 +186,7 @@ def _workers(parts: AdminParts) -> APIRouter:
     async def get_worker(name: str) -> WorkerView:
         return await view(_known(lambda: fleet.get(name)))
 
-    @router.patch("/workers/{name}", summary="Cordon, drain or uncordon a worker, or change its weight")
+    @router.patch("/workers/{name}", summary="Cordon, drain or uncordon a worker; change weight or role")
     async def change_worker(name: str, change: WorkerChange) -> WorkerView:
         worker = _known(lambda: fleet.get(name))
         if change.drain is not None:
@@ -189,6 +196,8 @@ def _workers(parts: AdminParts) -> APIRouter:
             _known(lambda: fleet.cordon(name, cordoned))
         if change.weight is not None:
             fleet.weigh(name, change.weight)
+        if change.role is not None:
+            fleet.give_role(name, change.role)
         return await view(worker)
 
     @router.delete("/workers/{name}", status_code=204, summary="Remove a worker; its turns end undisturbed")

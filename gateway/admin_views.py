@@ -13,6 +13,7 @@ from policies.compare import runner_up
 from policies.cost import TERMS, costs, predicted_ttft
 from policies.ledger import Load
 from policies.rates import InUnits
+from policies.sessions import Known
 from policies.types import Rates, Scored, Turn
 from store.mooncake_http import Drain
 from workers.worker import Target, Worker
@@ -104,6 +105,7 @@ class WorkerView(Answer):
     breaker: str = Field(description="closed; open: it failed turns in a row and gets none; half-open.")
     failures: int = Field(description="Turns failed since the last that ended well.")
     weight: float = Field(description="Its share of the load compared with others'.")
+    role: str = Field(description="What it is for: both, prefill or decode.")
     models: list[ServedModel]
     targets: list[TargetView] = Field(description="The worker, or one entry per data-parallel rank.")
     running: float = Field(description="Requests the engine runs, as it last said.")
@@ -135,6 +137,7 @@ class WorkerView(Answer):
             breaker=worker.breaker.state(time.monotonic()),
             failures=worker.breaker.failures,
             weight=worker.weight,
+            role=worker.role,
             models=[
                 ServedModel(id=c.id, root=c.root, parent=c.parent, max_model_len=c.max_model_len)
                 for c in worker.models
@@ -172,9 +175,18 @@ class CandidateView(Answer):
     own_segment_tokens: int = Field(
         description="Those of the pool's beyond its own cache that lie in its own memory: no network."
     )
+    disk_tokens: int = Field(description="Those of them that only a disk has.")
+    role: str
     queued_tokens: int
+    recent_tokens: float = Field(description="Uncached tokens of turns before, half as much each minute.")
     inflight: int
     waiting: float
+    held_tokens: int = Field(description="Context of turns under way there.")
+    capacity_tokens: int = Field(description="What its cache holds; 0 if not known.")
+    pressure: float = Field(
+        description="How likely what must make room there is wanted back soon, 0 to 1: by how full the cache "
+        "is, and when the sessions that own its oldest blocks are expected back."
+    )
     terms: dict[str, float] = Field(
         description="The cost terms that were weighed, as the policy counts them."
     )
@@ -196,9 +208,15 @@ class CandidateView(Answer):
             local_tokens=candidate.local_tokens,
             pool_tokens=candidate.pool_tokens,
             own_segment_tokens=candidate.own_segment_tokens,
+            disk_tokens=candidate.disk_tokens,
+            role=candidate.role,
             queued_tokens=candidate.queued_tokens,
+            recent_tokens=round(candidate.recent_tokens, 1),
             inflight=candidate.inflight,
             waiting=candidate.waiting,
+            held_tokens=candidate.held_tokens,
+            capacity_tokens=candidate.capacity_tokens,
+            pressure=round(candidate.pressure, 4),
             terms=dict(scored.terms),
             cost=scored.cost,
             expected_ms={n: round(s * 1e3, 3) for n, s in zip(TERMS, terms, strict=True)} if terms else {},
@@ -253,6 +271,24 @@ class DivergenceView(Answer):
         )
 
 
+class SessionView(Answer):
+    name: str = Field(description="As its client calls it, or made of its first prompt; empty: not known.")
+    inferred: bool = Field(description="Recognised by its prompts, not named by the client.")
+    new: bool = Field(description="Nothing of it was seen before.")
+    branch: bool = Field(description="The prompt parts from what the session asked before: a sub-agent, say.")
+    shared_tokens: int = Field(description="Leading tokens in common with prompts seen before, at least.")
+
+    @classmethod
+    def of(cls, known: Known, block_size: int) -> "SessionView":
+        return cls(
+            name=known.name,
+            inferred=known.inferred,
+            new=known.new,
+            branch=known.branch,
+            shared_tokens=known.shared_blocks * block_size,
+        )
+
+
 class DecisionView(Answer):
     request_id: str
     time: float = Field(description="Unix seconds.")
@@ -265,6 +301,8 @@ class DecisionView(Answer):
     policy: str
     action: str = Field(description="local, pull, recompute or none.")
     target: str | None
+    decode: str | None = Field(description="Who would decode, where prefill and decode are placed apart.")
+    session: SessionView
     reason: str
     rule: str = Field(description="The policy document's rule that chose the policy; empty: its default.")
     guards: list[str] = Field(description="Guards that kept targets out.")
@@ -296,6 +334,8 @@ class DecisionView(Answer):
             policy=decision.policy,
             action=decision.action,
             target=decision.target,
+            decode=decision.decode,
+            session=SessionView.of(record.session, record.block_size),
             reason=decision.reason,
             rule=decision.rule,
             guards=list(decision.guards),

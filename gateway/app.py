@@ -47,7 +47,7 @@ from store.knowledge import Knowledge
 from store.pool import PoolView
 from store.streams import EventStreams, StreamStatus
 from workers.breaker import BreakerOptions
-from workers.fleet import Fleet
+from workers.fleet import Fleet, roles
 from workers.probe import Probe
 from workers.worker import Worker
 
@@ -76,6 +76,7 @@ class Gateway:
             settings.workers.segments,
             breaker=BreakerOptions(settings.workers.breaker_failures, settings.workers.breaker_open_s),
             ramp_s=settings.workers.ramp_s,
+            roles=roles(settings.workers.prefill, settings.workers.decode),
         )
         self.pool = (
             PoolView(
@@ -132,10 +133,6 @@ class Gateway:
             settings.index.memory_bytes or None,
         )
         self.ledger = Ledger(InUnits(**settings.routing.rates.masked()).rates())
-        links = Links(
-            self.streams, self.knowledge, self.prompts, self.snapshots, self.ledger, self.pool, self.audit
-        )
-        self.fleet.listen(links.follow)
         self.transport = Connections(connect_s=timeouts.connect_s, between_chunks_s=timeouts.between_chunks_s)
         limits = settings.limits
         self.router = router = Router(
@@ -148,6 +145,17 @@ class Gateway:
             pool=self.pool,
             ledger=self.ledger,
         )
+        links = Links(
+            self.streams,
+            self.knowledge,
+            self.prompts,
+            self.snapshots,
+            self.ledger,
+            self.pool,
+            self.audit,
+            router.sessions,
+        )
+        self.fleet.listen(links.follow)
         routing = settings.routing
         self.policy = PolicyVersions(
             Document(policy=routing.policy, options=routing.options),

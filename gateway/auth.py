@@ -8,6 +8,7 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote
@@ -32,18 +33,32 @@ def _digest(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
+@dataclass(frozen=True, slots=True)
+class ClientKey:
+    """name: what a key may be called in logs and documents. tenant: whose it is, "" if that is not said."""
+
+    name: str = ""
+    tenant: str = ""
+
+
+NO_KEY = ClientKey()
+
+
 class ClientKeys:
     """The keys clients may use. None configured: everybody may.
 
     Only digests are kept, and looked up by digest, so the time of a look-up says nothing about a key.
     """
 
-    def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._digests = frozenset(_digest(key.encode()) for key in keys)
+    def __init__(self, lines: Iterable[str] = ()) -> None:
+        """Of each of `lines` the first word is a key; `name=` and `tenant=` may follow. Raises ValueError."""
+        self._digests = dict(map(_read, lines))
 
     @classmethod
     def load(cls, file: str) -> "ClientKeys":
-        """Keys of `file`, one a line; blank lines and those that begin with # do not count.
+        """Keys of `file`, one a line, with `name=NAME` and `tenant=TENANT` behind if there are such.
+
+        Blank lines and those that begin with # do not count.
 
         "" means no keys. Raises BadKeysFile; a file without any key is one, since it would open the gate.
         """
@@ -56,14 +71,29 @@ class ClientKeys:
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
             raise BadKeysFile(f"{file}: holds no key")
-        return cls(keys)
+        try:
+            return cls(keys)
+        except ValueError as error:
+            raise BadKeysFile(f"{file}: {error}") from None
 
     @property
     def required(self) -> bool:
         return bool(self._digests)
 
-    def holds(self, key: bytes) -> bool:
-        return _digest(key) in self._digests
+    def find(self, key: bytes) -> ClientKey | None:
+        return self._digests.get(_digest(key))
+
+
+def _read(line: str) -> tuple[bytes, ClientKey]:
+    key, *rest = line.split()
+    said: dict[str, str] = {}
+    for word in rest:
+        name, _, value = word.partition("=")
+        if name not in ("name", "tenant") or not value:
+            raise ValueError("only name=NAME and tenant=TENANT may follow a key")
+        said[name] = value
+    digest = _digest(key.encode())
+    return digest, ClientKey(said.get("name") or f"sha256:{digest.hex()[:12]}", said.get("tenant", ""))
 
 
 def _to_stderr(line: str) -> None:
@@ -129,7 +159,8 @@ def _is_loopback(scope: Scope) -> bool:
 class Guard:
     """ASGI layer that lets nobody in without the right credential, and notes in the scope who came.
 
-    `scope["state"]["caller"]` is "admin", "client" or "anonymous" for whatever stands behind.
+    `scope["state"]["caller"]` is "admin", "client" or "anonymous" for whatever stands behind, and "key" the
+    ClientKey that was shown.
     admin_port: where /admin answers, and nothing but it and the probes; 0 means on every port.
     """
 
@@ -142,7 +173,8 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
             try:
-                scope.setdefault("state", {})["caller"] = self.admit(scope)
+                state = scope.setdefault("state", {})
+                state["caller"], state["key"] = self.admit(scope)
             except ApiError as error:
                 if scope["type"] == "websocket":
                     await send({"type": "websocket.close", "code": 1008})
@@ -151,16 +183,17 @@ class Guard:
                 return
         await self._app(scope, receive, send)
 
-    def admit(self, scope: Scope) -> Caller:
-        """Who the caller is. Raises Unauthorized, Forbidden, or NotFound on the wrong port."""
+    def admit(self, scope: Scope) -> tuple[Caller, ClientKey]:
+        """Who the caller is, by which key. Raises Unauthorized, Forbidden, or NotFound on the wrong port."""
         path: str = scope["path"]
         is_admin_path_ = is_admin_path(path)
         self._check_port(scope, is_admin_path_ or path in _OPEN_PATHS, is_admin_path_)
         shown = credentials(scope["headers"])
         caller: Caller = "anonymous"
+        key = next((key for credential in shown if (key := self._clients.find(credential))), NO_KEY)
         if any(self._admin.is_(credential) for credential in shown):
             caller = "admin" if not self._admin.generated or _is_loopback(scope) else "anonymous"
-        elif any(self._clients.holds(credential) for credential in shown):
+        elif key.name:
             caller = "client"
         if is_admin_path_:
             self._check_admin(scope, caller, shown)
@@ -169,7 +202,7 @@ class Guard:
                 "the API key is not known" if shown else "an API key is needed: Authorization: Bearer KEY",
                 headers={"www-authenticate": "Bearer"},
             )
-        return caller
+        return caller, key
 
     def _check_admin(self, scope: Scope, caller: Caller, shown: list[bytes]) -> None:
         if caller == "admin":

@@ -1,19 +1,21 @@
-"""What a placed turn is charged: the lease on its target, and its entry in the ledger that policies read."""
+"""What a placed turn is charged: the lease on its target, and its entries in what policies read."""
 
 import time
 
 from policies.ledger import Ticket
+from policies.sessions import Stay
 from workers.leases import Lease
 
 
 class Charge:
-    """Both are given back together, from any exit path."""
+    """All are given back together, from any exit path."""
 
-    __slots__ = ("_lease", "_ticket")
+    __slots__ = ("_lease", "_stay", "_ticket")
 
-    def __init__(self, lease: Lease, ticket: Ticket) -> None:
+    def __init__(self, lease: Lease, ticket: Ticket, stay: Stay) -> None:
         self._lease = lease
         self._ticket = ticket
+        self._stay = stay
 
     def first_token(self, *, answered: bool) -> None:
         """The prefill is over. `answered`: with a token, not with an error."""
@@ -22,7 +24,9 @@ class Charge:
 
     def release(self) -> None:
         self._lease.release()
-        self._ticket.ended(time.monotonic())
+        now = time.monotonic()
+        self._ticket.ended(now)
+        self._stay.ended(now)
 
     def __enter__(self) -> "Charge":
         return self

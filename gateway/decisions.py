@@ -8,6 +8,7 @@ import msgspec
 
 from gateway.divergence import PrefixReport
 from policies.plan import NO_FACTS, Facts, Plan
+from policies.sessions import NOBODY, Known
 from policies.types import Decision, Turn
 
 OutcomeKind = Literal["ok", "error", "cancelled"]
@@ -32,7 +33,8 @@ class DecisionRecord(msgspec.Struct):
 
     unrenderable: why the prompt's tokens could not be computed, "" if they could.
     prefix: where the prompt leaves its session's last one; None if it doesn't.
-    turn, facts: what was decided on, besides the decision's candidates. plan: what decided.
+    session: the one that the turn belongs to. turn, facts: what was decided on,
+    besides the decision's candidates. plan: what decided.
     The policy's Decision is kept as it is; turning it into text is left to whoever reads the record.
     """
 
@@ -47,6 +49,7 @@ class DecisionRecord(msgspec.Struct):
     unrenderable: str = ""
     outcome: Outcome | None = None
     prefix: PrefixReport | None = None
+    session: Known = NOBODY
     turn: Turn | None = None
     facts: Facts = NO_FACTS
     plan: Plan | None = None

@@ -38,6 +38,7 @@ class Explainer:
             {"look": sight.seconds * 1e3},
             sight.understood.unknown,
             prefix=await self._breaks.explain(parsed, sight),
+            session=sight.session,
             turn=sight.turn(0),
             facts=sight.facts,
         )

@@ -8,6 +8,7 @@ from gateway.metrics import Metrics
 from gateway.prompts import ModelPrompts
 from gateway.snapshots import Snapshots
 from policies.ledger import Ledger
+from policies.sessions import Sessions
 from store.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from store.knowledge import Knowledge
 from store.pool import PoolView
@@ -53,6 +54,7 @@ class Links:
     ledger: Ledger
     pool: PoolView | None
     audit: Audit
+    sessions: Sessions
 
     def follow(self, event: FleetEvent, worker: Worker) -> None:
         if event == "up":
@@ -93,6 +95,7 @@ class Links:
     def _forget_rates(self, worker: Worker) -> None:
         for target in worker.targets:
             self.ledger.forget(target.name)
+            self.sessions.forget(target.name)
 
     def _lost(self, worker: Worker) -> None:
         self.prompts.parity.forget(worker.name)

@@ -5,7 +5,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -15,17 +15,19 @@ from gateway.charge import Charge
 from gateway.eligibility import Room, eased, why_nobody, why_not, within
 from gateway.errors import NoWorker, Overloaded
 from gateway.prompts import ModelPrompts, Understood
-from gateway.sessions import hint
+from gateway.sessions import hint, says_it_ends
 from gateway.trust import Trusts
+from policies.candidates import EVERY_S, NOTHING, Prefix, Standing, candidate, pressure
 from policies.document import Document
 from policies.ledger import Ledger
 from policies.plan import NO_FACTS, Facts, Plan
+from policies.sessions import NOBODY, Known, Sessions
 from policies.shadow import Shadow
 from policies.types import Candidate, Decision, Turn
 from store.hashing import usable_tokens
 from store.knowledge import Held, Knowledge
 from store.placements import Placements
-from store.pool import PoolPrefix, PoolView
+from store.pool import DISK, PoolPrefix, PoolView
 from workers.fleet import Fleet
 from workers.worker import Target, Worker
 
@@ -44,8 +46,6 @@ _ANSWERS = 256
 _BYTES_PER_TOKEN = 4
 # What `prefix_hash` goes by: enough to tell agents' system prompts apart.
 _HEAD_TOKENS = 1024
-# Blocks fill a cache over minutes.
-_FULL_EVERY_S = 1.0
 
 
 class Sight(msgspec.Struct, frozen=True):
@@ -54,7 +54,8 @@ class Sight(msgspec.Struct, frozen=True):
     only: the one worker that can answer this turn, "" if any can.
     reads_cache: whether the engine looks for cached blocks at all for this request.
     held: leading blocks per target. pool: leading blocks readable from the pool.
-    session: what its client calls its session, "" if nothing. streams: whether tokens come one by one.
+    session: the one it belongs to. last: its client says that none comes after it.
+    streams: whether tokens come one by one.
     guess: tokens that a prompt which is not known is taken to have. facts: what rules of the policy go by.
     draw: this turn's number for ties. seconds: how long it took to find all this out; pool_seconds: of these
     for the pool, None if it was not asked.
@@ -69,7 +70,8 @@ class Sight(msgspec.Struct, frozen=True):
     seconds: float
     pool_seconds: float | None
     only: str = ""
-    session: str = ""
+    session: Known = NOBODY
+    last: bool = False
     streams: bool = False
     guess: int = 0
     facts: Facts = NO_FACTS
@@ -95,14 +97,19 @@ class Sight(msgspec.Struct, frozen=True):
         keys, size = self.keys, self.block_size
         last = min(len(keys), _HEAD_TOKENS // size) if size else 0
         head = keys[last - 1] if last else 0
-        return Turn(self.prompt_tokens, self.draw, number, size, self.session, head)
+        return Turn(self.prompt_tokens, self.draw, number, size, self.session.name, head)
 
 
 class Client(msgspec.Struct, frozen=True):
-    """headers: of the request. alias: what the model was called, where that is another name than its own."""
+    """headers: of the request. alias: what the model was called, where that is another name than its own.
+
+    key, tenant: what its key is called and whose it is, as `auth.ClientKey`.
+    """
 
     headers: Sequence[tuple[bytes, bytes]] = ()
     alias: str = ""
+    key: str = ""
+    tenant: str = ""
 
 
 ANYBODY = Client()
@@ -148,8 +155,10 @@ class Router:
         self._trusts = trusts
         self._pool = pool
         self._ledger = ledger
+        self.sessions: Final = Sessions()
         self._number = 0
-        self._full: dict[str, float] = {}
+        # By target: tokens that its cache holds at most, and what making room there costs others.
+        self._full: dict[str, tuple[int, float]] = {}
         self._full_at = 0.0
         self._draws = draws or random.Random()
         self._computed = Placements(ttl_s=_ANNOUNCED_AFTER_S)
@@ -185,6 +194,10 @@ class Router:
                 known |= self._computed.extend(keys, known, now)
         seconds = time.perf_counter() - started
         draw = self._draws.random()
+        named = hint(client.headers, parsed.session)
+        # A prompt of which only the beginning is known says nothing of where a session has got to.
+        whole = understood.prompt is not None and not understood.prompt.partial and parsed.reads_cache
+        keys = understood.prompt.chain.keys if whole and understood.prompt is not None else ()
         return Sight(
             parsed.model,
             parsed.reads_cache,
@@ -195,10 +208,18 @@ class Router:
             seconds,
             pool_seconds,
             only,
-            hint(client.headers, parsed.session),
+            self.sessions.find(named, parsed.model, keys),
+            says_it_ends(client.headers),
             parsed.stream,
             len(body) // _BYTES_PER_TOKEN,
-            Facts(parsed.model, client.alias, parsed.api, self._named_headers(client.headers)),
+            Facts(
+                parsed.model,
+                client.alias,
+                parsed.api,
+                self._named_headers(client.headers),
+                client.tenant,
+                client.key,
+            ),
         )
 
     def _named_headers(self, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
@@ -285,19 +306,31 @@ class Router:
         target = next(t for t in self._fleet.targets() if t.name == decision.target)
         self._fleet.sent(target.worker)
         lease = self._fleet.leases.take(target.name, max(0, sight.prompt_tokens - chosen.cached_tokens))
+        now = time.monotonic()
         ticket = self._ledger.sent(
             turn,
             chosen,
-            time.monotonic(),
+            now,
             group=sight.model,
             streams=sight.streams,
             guess=sight.guess,
             keys=sight.keys,
         )
+        prompt = sight.understood.prompt
+        stay = self.sessions.placed(
+            sight.session,
+            sight.model,
+            sight.keys if prompt is not None and not prompt.partial else (),
+            target.name,
+            now,
+            tokens=sight.prompt_tokens,
+            block_size=sight.block_size,
+            last=sight.last,
+        )
         self._number += 1
         if self.shadow is not None:
             self.shadow.observe(turn, candidates, sight.facts, decision)
-        return Placement(decision, target, chosen, Charge(lease, ticket), turn, plan)
+        return Placement(decision, target, chosen, Charge(lease, ticket, stay), turn, plan)
 
     def _overloaded(self, prompt_tokens: int) -> Overloaded:
         wait_s = self._fleet.leases.wait_s(turns=1, tokens=prompt_tokens)
@@ -313,58 +346,67 @@ class Router:
     def candidates(self, sight: Sight, failed: Collection[str] = ()) -> list[Candidate]:
         """Every registered target as the policy is to see it."""
         now = time.monotonic()
-        if now - self._full_at >= _FULL_EVERY_S:
-            self._full_at, self._full = now, self._fullness()
+        if now - self._full_at >= EVERY_S:
+            self._full_at, self._full = now, self._fullness(now)
         targets = self._fleet.targets()
         candidates = [self._candidate(target, sight, failed, now) for target in targets]
         candidates = within(self._room_each, candidates, sight.prompt_tokens)
         return eased(candidates, self._fleet.ramps([target.worker for target in targets]))
 
-    def _fullness(self) -> dict[str, float]:
-        """How far new blocks displace others, by target: 0 with a tenth of the cache free, 1 when full."""
+    def _fullness(self, now: float) -> dict[str, tuple[int, float]]:
         sizes = self._knowledge.index.sizes()
-        found: dict[str, float] = {}
+        found: dict[str, tuple[int, float]] = {}
         for target in self._fleet.targets():
-            blocks = target.worker.report.blocks
-            held = sizes.get((target.name, "gpu"), 0)
-            if blocks and held:
-                found[target.name] = min(1.0, max(0.0, 10 * held / blocks - 9))
+            name, report = target.name, target.worker.report
+            capacity = report.blocks * report.block_size
+            if not capacity:
+                continue
+            self._ledger.reported(name, int(report.kv_usage * capacity))
+            found[name] = (
+                capacity,
+                pressure(
+                    name,
+                    self._ledger.load(name, now),
+                    self.sessions,
+                    now,
+                    capacity_tokens=capacity,
+                    held_tokens=sizes.get((name, "gpu"), 0) * report.block_size,
+                ),
+            )
         return found
 
     def _candidate(self, target: Target, sight: Sight, failed: Collection[str], now: float) -> Candidate:
         worker, name = target.worker, target.name
-        load = self._ledger.load(name, now)
-        local = pool = own = coming = 0
-        size, block_size = sight.prompt_tokens, sight.block_size
-        if sight.reads_cache and size and block_size:
-            held = self._trusts.credit(target.name, sight.held)
-            local = usable_tokens(held, block_size, size)
-            pool = usable_tokens(sight.pool.blocks, block_size, size)
-            if pool > local and worker.segment:
-                own = min(pool - local, sight.pool.held(worker.segment, held) * block_size)
-            if load.queued_turns and not self._knowledge.index.is_hybrid(name):
-                coming = usable_tokens(self._ledger.coming(name, sight.keys), block_size, size)
-        report = worker.report
-        return Candidate(
+        capacity, pressed = self._full.get(name, (0, 0.0))
+        return candidate(
             name,
+            self._ledger.load(name, now),
+            self._ledger.rates(name, now, sight.model),
+            Standing(
+                worker.report.waiting,
+                worker.report.running,
+                capacity,
+                pressed,
+                worker.role,
+                target.rank,
+                worker.weight,
+            ),
+            self._prefix(target, sight),
             why_not(self._fleet, worker, sight.model, failed, sight.only),
-            local_tokens=local,
-            pool_tokens=pool,
-            own_segment_tokens=own,
-            coming_tokens=coming,
-            queued_tokens=load.queued_tokens,
-            queued_context=load.queued_context,
-            queued_own_tokens=load.queued_own_tokens,
-            queued_remote_tokens=load.queued_remote_tokens,
-            queued_turns=load.queued_turns,
-            head_tokens=load.head_tokens,
-            head_s=load.head_s,
-            inflight=load.inflight,
-            waiting=report.waiting,
-            running=report.running,
-            recent_tokens=load.recent_tokens,
-            pressure=self._full.get(name, 0.0) * load.reuse,
-            rank=target.rank,
-            weight=worker.weight,
-            rates=self._ledger.rates(name, now, sight.model),
         )
+
+    def _prefix(self, target: Target, sight: Sight) -> Prefix:
+        size, block_size = sight.prompt_tokens, sight.block_size
+        if not (sight.reads_cache and size and block_size):
+            return NOTHING
+        held = self._trusts.credit(target.name, sight.held)
+        local = usable_tokens(held, block_size, size)
+        pool = usable_tokens(sight.pool.blocks, block_size, size)
+        own = disk = 0
+        if pool > local:
+            own = sight.pool.held(target.worker.segment, held) * block_size if target.worker.segment else 0
+            disk = sight.pool.held(DISK, held) * block_size
+        coming = 0
+        if not self._knowledge.index.is_hybrid(target.name):
+            coming = usable_tokens(self._ledger.coming(target.name, sight.keys), block_size, size)
+        return Prefix(local, pool, min(own, pool - local) if own else 0, disk, coming)

@@ -26,6 +26,8 @@ _HEADERS: Final = (
     *(b"x-claude-code-session-id", b"session-id", b"session_id", b"x-session-id", b"x-session-affinity"),
     *(b"conversation_id", b"x-opencode-session"),
 )
+# Says that no turn of the session comes after this one.
+_LAST: Final = b"x-session-end"
 # metadata.user_id of Claude Code before 2.1.78; later ones write a JSON object with a session_id there.
 _USER_ID: Final = re.compile(r"_session_([0-9a-fA-F-]{36})$")
 # A longer name is cut: it is kept in memory, and clients choose it.
@@ -45,6 +47,11 @@ def hint(headers: Iterable[tuple[bytes, bytes]], named: str) -> str:
     found = {name: value for name, value in headers if name in _HEADERS and value}
     best = next((found[name] for name in _HEADERS if name in found), b"")
     return (best.decode("latin-1") or named)[:_NAME_CHARACTERS]
+
+
+def says_it_ends(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether the client says that its session ends with this turn."""
+    return any(name == _LAST and value.strip().lower() in (b"1", b"true") for name, value in headers)
 
 
 def named_in_body(metadata: object, session_id: object, prompt_cache_key: object) -> str:

@@ -58,7 +58,11 @@ class Admin(Section, frozen=True):
 
 class Auth(Section, frozen=True):
     api_keys_file: Annotated[
-        str, Meta(description="File with one client key a line, read at start. Empty: clients need none.")
+        str,
+        Meta(
+            description="File with one client key a line, read at start; `name=` and `tenant=` may follow "
+            "it. Empty: clients need none."
+        ),
     ] = ""
 
 
@@ -90,6 +94,12 @@ class Workers(Section, frozen=True):
             "name. Without it, a worker that is alone on its host has the segments of that host."
         ),
     ] = {}
+    prefill: Annotated[
+        list[str], Meta(description="Workers, by URL or name, whose role is to compute prompts only.")
+    ] = []
+    decode: Annotated[
+        list[str], Meta(description="Workers, by URL or name, whose role is to decode only.")
+    ] = []
 
 
 class ModelSettings(Section, frozen=True):
@@ -150,6 +160,9 @@ class Rates(Section, frozen=True):
     remote_tokens_per_s: Annotated[
         float, Meta(gt=0, description="Tokens it pulls a second from other segments.")
     ] = 77_000.0
+    disk_tokens_per_s: Annotated[float, Meta(gt=0, description="Tokens it pulls a second from disks.")] = (
+        25_000.0
+    )
     first_step_ms: Annotated[float, Meta(gt=0, description="Milliseconds that every turn takes besides.")] = (
         20.0
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from gateway import errors, stored
 from gateway.aliases import Aliases
 from gateway.api import POST_ONLY, ParsedTurn, is_event_stream, parse
+from gateway.auth import NO_KEY, ClientKey
 from gateway.bodies import Bodies
 from gateway.breaks import PrefixBreaks
 from gateway.deadline import Deadline
@@ -51,6 +52,7 @@ class TurnState:
 
     exchange: Exchange
     debug: bool
+    key: ClientKey = NO_KEY
     started: float = field(default_factory=time.perf_counter)
     parsed: ParsedTurn | None = None
     alias: str = ""
@@ -126,7 +128,9 @@ class TurnApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
-        turn = TurnState(exchange, self._debug_headers or scope.get("state", {}).get("caller") == "admin")
+        state = scope.get("state", {})
+        debug = self._debug_headers or state.get("caller") == "admin"
+        turn = TurnState(exchange, debug, state.get("key", NO_KEY))
         try:
             if exchange.path in POST_ONLY and exchange.method != "POST" and not _is_preflight(exchange):
                 raise errors.MethodNotAllowed(f"{exchange.method} is not allowed here", headers=_POST)
@@ -168,7 +172,7 @@ class TurnApp:
         if parsed.model and self._fleet.knows_models() and not self._fleet.serves(parsed.model):
             raise errors.ModelNotFound(f"the model {parsed.model[:200]!r} does not exist", param="model")
         only = await self._stored.find(parsed.response_id) if parsed.response_id else ""
-        client = Client(turn.exchange.headers, turn.alias)
+        client = Client(turn.exchange.headers, turn.alias, turn.key.name, turn.key.tenant)
         turn.sight = await self._router.look(parsed, turn.exchange.path, body, only, client)
         if turn.sight.pool_seconds is not None:
             self._metrics.pool_lookup(turn.sight.pool_seconds)
@@ -410,6 +414,7 @@ class TurnApp:
             {"look": sight.seconds * 1e3},
             sight.understood.unknown,
             prefix=turn.prefix,
+            session=sight.session,
             turn=placement.turn,
             facts=sight.facts,
             plan=placement.plan,

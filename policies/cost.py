@@ -1,13 +1,13 @@
 """What a turn would cost on a target, term by term, in seconds.
 
-The first six terms are the expected time to first token. The last two are what placing the turn there costs
+The terms of PREDICTED are the expected time to first token. The others are what placing the turn there costs
 others: they weigh in the choice, and are no part of the prediction.
 """
 
 from policies.types import Candidate, Turn
 
-PREDICTED = ("queue", "pull_own", "pull_remote", "prefill", "first_step", "decode")
-PRICES = ("eviction", "balance")
+PREDICTED = (*("queue", "room", "pull_own", "pull_remote", "pull_disk", "prefill", "first_step", "decode"),)
+PRICES = ("eviction", "delay", "balance")
 TERMS = PREDICTED + PRICES
 
 # What a request is taken to have ahead that the worker reports and nobody here sent: an agent's turn computes
@@ -19,8 +19,15 @@ STEP_TOKENS = 8192
 LATE_S = 1.0
 # How much a second of work that a target did lately counts, as a share of one that is still ahead.
 RECENT_WEIGHT = 0.1
+# Recent work fades by half in this time: an agent's turns come every 10 to 60 s, so what a target did within
+# some turns is a guess at what is to come.
+HALF_LIFE_S = 60.0
+# Seconds of recent work to seconds of work in each second.
+_BUSY = 0.6931 / HALF_LIFE_S
+# A target is never taken for busier: what is waiting there says the rest.
+_MOST_BUSY = 0.8
 
-Costs = tuple[float, float, float, float, float, float, float, float]
+Costs = tuple[float, float, float, float, float, float, float, float, float, float, float]
 
 
 def costs(turn: Turn, candidate: Candidate, recent_weight: float = RECENT_WEIGHT) -> Costs:
@@ -31,36 +38,59 @@ def costs(turn: Turn, candidate: Candidate, recent_weight: float = RECENT_WEIGHT
     if c.coming_tokens > local:
         local = c.coming_tokens
     pulled = c.pool_tokens - local
+    pull_own = pull_remote = pull_disk = 0.0
     if pulled > 0:
-        own = c.own_segment_tokens
+        own, disk = c.own_segment_tokens, c.disk_tokens
         if own > pulled:
             own = pulled
-        pull_own, pull_remote = own * rates.own_s, (pulled - own) * rates.remote_s
+        if disk > pulled - own:
+            disk = pulled - own
+        pull_own, pull_disk = own * rates.own_s, disk * rates.disk_s
+        pull_remote = (pulled - own - disk) * rates.remote_s
         computed = prompt - c.pool_tokens
     else:
-        pull_own = pull_remote = 0.0
         computed = prompt - local
     if computed < 0:
         computed = 0
     prefill = computed * (prefill_s + growth_s * (prompt - computed * 0.5))
-    queue = queued_seconds(c)
     decoding = c.running if c.running > c.inflight else c.inflight
     # Those that wait now will decode by the time this one is computed.
     decode = decoding * rates.decode_s * (1 + computed / STEP_TOKENS)
-    eviction = c.pressure * _again(turn, c, prompt - c.local_tokens)
-    # With this turn: what is computed twice, here and where its head is, is taken from others.
-    lately = c.recent_tokens * prefill_s + pull_own + pull_remote + prefill
-    balance = lately * recent_weight / c.weight
+    eviction = 0.0
+    if c.pressure > 0 and prompt > c.local_tokens:
+        # What is displaced is brought back from the pool if there is one, else computed again.
+        eviction = c.pressure * (prompt - c.local_tokens) * (rates.remote_s if c.pool_tokens else prefill_s)
+    computing = c.recent_tokens * prefill_s
+    delay = prefill * _waiting(computing, recent_weight)
+    if pulled > 0:
+        pulling = c.recent_pulled * rates.remote_s
+        delay += (pull_own + pull_remote + pull_disk) * _waiting(pulling, recent_weight)
     return (
-        queue / c.weight,
+        queued_seconds(c) / c.weight,
+        room_seconds(turn, c),
         pull_own,
         pull_remote,
+        pull_disk,
         prefill,
         rates.first_s,
         decode,
         eviction,
-        balance,
+        delay,
+        computing * recent_weight / c.weight,
     )
+
+
+def _waiting(recent_s: float, least: float) -> float:
+    """Seconds that others wait for each second of work more, where so much was done lately.
+
+    Of a queue that is busy for a share b of the time: b / (1 - b). Even where nothing was, work done twice is
+    taken from others: `least`.
+    """
+    busy = recent_s * _BUSY
+    if busy > _MOST_BUSY:
+        busy = _MOST_BUSY
+    waiting = busy / (1 - busy)
+    return waiting if waiting > least else least
 
 
 def queued_seconds(c: Candidate) -> float:
@@ -75,19 +105,24 @@ def queued_seconds(c: Candidate) -> float:
         + c.queued_context * rates.growth_s
         + c.queued_own_tokens * rates.own_s
         + c.queued_remote_tokens * rates.remote_s
+        + c.queued_disk_tokens * rates.disk_s
     )
-    # A turn that takes longer than expected has not had more than all its work. What keeps it (a cache full
-    # of decoding turns, a stalled engine) is taken to last as long again.
+    # A turn that takes longer than expected has not had more than all its work. What keeps it (a stalled
+    # engine, a load that hangs) is taken to last as long again.
     done = c.head_tokens * rates.prefill_s
     late = c.head_s - done - rates.first_s
     return seconds + late if late > LATE_S else seconds - (done if done < c.head_s else c.head_s)
 
 
-def _again(turn: Turn, c: Candidate, added: int) -> float:
-    """Seconds to bring back what `added` tokens displace: pulled if there is a pool, else computed."""
-    if c.pressure <= 0 or added <= 0:
+def room_seconds(turn: Turn, c: Candidate) -> float:
+    """Seconds until turns that decode there have given back what this one's context lacks of the cache.
+
+    They end one after another, so all they hold comes back within the time that one of them takes.
+    """
+    missing = c.held_tokens + turn.prompt_tokens - c.capacity_tokens
+    if missing <= 0 or not c.capacity_tokens or c.decoding_tokens <= 0:
         return 0.0
-    return added * (c.rates.remote_s if c.pool_tokens else c.rates.prefill_s)
+    return missing / c.decoding_tokens * c.turn_s
 
 
 def predicted_ttft(terms: Costs) -> float:

@@ -1,5 +1,6 @@
 """The policy document: which policy decides for which turns, and within which bounds."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
@@ -8,6 +9,7 @@ from msgspec import Meta
 
 from policies import registry
 
+_HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 Glob = Annotated[str, Meta(min_length=1, description="A name; * stands for anything, ? for one character.")]
 
 
@@ -21,9 +23,12 @@ class Match(Section, frozen=True):
     model: Annotated[list[Glob], Meta(description="The model, aliases resolved.")] = []
     alias: Annotated[list[Glob], Meta(description="The name the client asked for.")] = []
     api: list[Literal["chat", "completions", "messages", "responses", "other"]] = []
-    header: Annotated[
-        dict[str, Glob], Meta(description="Request headers by lower-case name, such as a tenant's.")
-    ] = {}
+    tenant: Annotated[list[Glob], Meta(description="Whose the client's key is, as the keys file says.")] = []
+    key: Annotated[
+        list[Glob],
+        Meta(description="The client's key by its name in the keys file, or as sha256:12 hex digits."),
+    ] = []
+    header: Annotated[dict[str, Glob], Meta(description="Request headers by lower-case name.")] = {}
     min_prompt_tokens: Annotated[int, Meta(ge=0)] | None = None
     max_prompt_tokens: Annotated[int, Meta(ge=0)] | None = None
 
@@ -100,6 +105,7 @@ def read(given: object) -> Document:
     _check_policy(document.policy, document.options, "")
     for number, rule in enumerate(document.rules):
         _check_policy(rule.policy, rule.options, f"rules[{number}].")
+        _check_match(rule.match, f"rules[{number}].match.")
     _check_policy(document.fallback, {}, "", field="fallback")
     return document
 
@@ -149,6 +155,18 @@ def _check_policy(name: str, options: Mapping[str, Any], path: str, field: str =
         ) from None
     except registry.BrokenPolicy as error:
         raise BadDocument(f"{path}{field}", str(error)) from None
+
+
+def _check_match(match: Match, path: str) -> None:
+    for name in match.header:
+        if not _HEADER.fullmatch(name):
+            raise BadDocument(
+                f"{path}header.{name}",
+                "no header is called so; allowed: lower-case letters, digits, - and _",
+            )
+    least, most = match.min_prompt_tokens, match.max_prompt_tokens
+    if least is not None and most is not None and least > most:
+        raise BadDocument(f"{path}min_prompt_tokens", f"nothing can match; allowed: up to {most}")
 
 
 def _refuse_unknown(given: object, kind: type[Section], path: str) -> None:

@@ -10,54 +10,58 @@ from typing import Final
 
 import msgspec
 
-from policies.cost import STEP_TOKENS
-from policies.rates import Learner, Work, common, work_of
+from policies.cost import HALF_LIFE_S, STEP_TOKENS
+from policies.rates import Learner, Work, work_of
 from policies.types import BELIEVED, Candidate, Rates, Turn
 
-# An agent's turns come every 10 to 60 s: what a target did within some turns is a guess at what is to come.
-HALF_LIFE_S: Final = 60.0
 # Where turns never stop queueing, so many of them make a sample; each alone would be off by how they overlap.
 _SAMPLE_TURNS: Final = 8
-
-# What is believed of new targets is worked out anew no more often.
-_BELIEVED_S: Final = 10.0
+# What one turn counts in how long turns decode, and one report in what others hold: its turns may have ended
+# since it was made.
+_TURN_SHARE: Final = 0.1
+_REPORT_SHARE: Final = 0.3
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """What a Candidate says of its load. reuse: the share of recent prompt tokens that were cached."""
+    """What a Candidate says of its load."""
 
     queued_tokens: int = 0
     queued_context: float = 0.0
     queued_own_tokens: int = 0
     queued_remote_tokens: int = 0
+    queued_disk_tokens: int = 0
     queued_turns: int = 0
     head_tokens: int = 0
     head_s: float = 0.0
     inflight: int = 0
     recent_tokens: float = 0.0
-    reuse: float = 0.0
+    recent_pulled: float = 0.0
+    held_tokens: int = 0
+    decoding_tokens: int = 0
+    turn_s: float = 0.0
 
 
 class Ticket:
     """One turn on one target, from the decision to its end."""
 
-    __slots__ = ("_book", "cached", "clean", "done_by", "keys", "streams", "work")
+    __slots__ = ("_book", "clean", "done_by", "keys", "prompt", "since", "streams", "work")
 
     def __init__(
         self,
         book: "_Book",
         work: Work,
         *,
-        cached: int,
         keys: Sequence[int],
+        prompt: int,
         streams: bool,
         clean: bool,
         done_by: float,
     ) -> None:
         self._book: _Book | None = book
         self.work = work
-        self.cached = cached
         self.keys = keys
+        self.prompt = prompt
+        self.since: float | None = None
         self.streams = streams
         self.clean = clean
         self.done_by = done_by
@@ -82,26 +86,31 @@ class _Book:
     """One target's page."""
 
     __slots__ = (
+        "alike",
+        "decoding",
         "done",
-        "group",
         "head_since",
+        "held",
         "inflight",
         "learner",
         "opens",
+        "others",
         "queued",
         "recent",
         "recent_at",
-        "recent_cached",
+        "recent_pulled",
         "since",
+        "turn_s",
     )
 
-    def __init__(self, group: str, learner: Learner) -> None:
-        self.group = group
-        self.learner = learner
+    def __init__(self, alike: Learner) -> None:
+        """alike: learns from all targets that are taken to be like this one."""
+        self.alike = alike
+        self.learner = Learner(alike.rates)
         self.inflight = 0
         self.queued: dict[Ticket, None] = {}
-        # Uncached and cached tokens sent here, as of `recent_at`; both fade from then on.
-        self.recent = self.recent_cached = 0.0
+        # Uncached and pulled tokens sent here, as of `recent_at`; both fade from then on.
+        self.recent = self.recent_pulled = 0.0
         self.recent_at = 0.0
         # Since when the work in `done` was being done; None while nothing tells how long it took.
         self.since: float | None = None
@@ -110,13 +119,19 @@ class _Book:
         # them, and a target that is busy would seem the faster for it.
         self.opens = 0.0
         self.head_since = 0.0
+        # Context of turns under way, and that of those which decode; seconds for which one decodes.
+        self.held = self.decoding = 0
+        self.turn_s = 0.0
+        # Tokens in use beyond what turns sent from here decode, below 0 where these share some.
+        self.others = 0.0
 
     def sent(self, ticket: Ticket, now: float) -> None:
         left = self._left(now)
         self.recent = self.recent * left + ticket.work.tokens
-        self.recent_cached = self.recent_cached * left + ticket.cached
+        self.recent_pulled = self.recent_pulled * left + ticket.work.pulled
         self.recent_at = now
         self.inflight += 1
+        self.held += ticket.prompt
         if not self.queued:
             self.since, self.done, self.head_since, self.opens = now, Work(), now, 1.0
         if not ticket.clean:
@@ -127,19 +142,28 @@ class _Book:
         if ticket not in self.queued:
             return
         self._leave(ticket, now)
+        ticket.since = now
+        self.decoding += ticket.prompt
         if not (answered and ticket.clean):
             self.since = None
         if self.since is not None:
             self.done += ticket.work
             if self.queued and self.done.turns < _SAMPLE_TURNS:
                 return
-            self.learner.learn(msgspec.structs.replace(self.done, turns=self.opens), now - self.since, now)
+            work = msgspec.structs.replace(self.done, turns=self.opens)
+            for learner in (self.learner, self.alike):
+                learner.learn(work, now - self.since, now)
         # Prompts are computed one after the other: now the next one's turn has come.
         clear = answered and all(t.clean or t.over(now) for t in self.queued)
         self.since, self.done, self.opens = (now if clear else None), Work(), 0.0
 
     def ended(self, ticket: Ticket, now: float) -> None:
         self.inflight -= 1
+        self.held -= ticket.prompt
+        if ticket.since is not None:
+            self.decoding -= ticket.prompt
+            took = now - ticket.since
+            self.turn_s += (took - self.turn_s) * _TURN_SHARE if self.turn_s else took
         if ticket in self.queued:
             # How much of it was done nobody knows.
             self._leave(ticket, now)
@@ -164,11 +188,20 @@ class _Book:
         return most
 
     def load(self, now: float) -> Load:
-        recent = self.recent * self._left(now)
-        reuse = self.recent_cached / max(1.0, self.recent_cached + self.recent)
+        left = self._left(now)
+        recent, pulled = self.recent * left, self.recent_pulled * left
+        # What others hold here is known from what the worker last said; what is shared counts once.
+        decoding = max(0, self.decoding + int(self.others))
         if not self.queued:
-            return Load(inflight=self.inflight, recent_tokens=recent, reuse=reuse)
-        tokens = context = own = remote = 0.0
+            return Load(
+                inflight=self.inflight,
+                recent_tokens=recent,
+                recent_pulled=pulled,
+                held_tokens=decoding,
+                decoding_tokens=decoding,
+                turn_s=self.turn_s,
+            )
+        tokens = context = own = remote = disk = 0.0
         turns = head = 0
         for ticket in self.queued:
             if ticket.over(now):
@@ -178,6 +211,7 @@ class _Book:
             context += work.context
             own += work.own
             remote += work.remote
+            disk += work.disk
             if not turns:
                 head = work.tokens
             turns += 1
@@ -186,12 +220,16 @@ class _Book:
             context,
             int(own),
             int(remote),
+            int(disk),
             turns,
             int(head),
             max(0.0, now - self.head_since),
             self.inflight,
             max(0.0, recent - tokens),
-            reuse,
+            pulled,
+            decoding + self.held - self.decoding,
+            decoding,
+            self.turn_s,
         )
 
 
@@ -204,16 +242,19 @@ class Ledger:
     def __init__(self, prior: Rates = BELIEVED) -> None:
         self._prior = prior
         self._books: dict[str, _Book] = {}
-        self._believed: dict[str, tuple[float, Rates]] = {}
+        self._alike: dict[str, Learner] = {}
 
     def load(self, target: str, now: float) -> Load:
         book = self._books.get(target)
         return _NOTHING if book is None else book.load(now)
 
     def rates(self, target: str, now: float, group: str = "") -> Rates:
-        """`group`: targets of one group are taken to be alike until measured. Usually the model."""
+        """`group`: targets of one group are taken to be alike until they prove not to be."""
         book = self._books.get(target)
-        return self._common(group, now) if book is None else book.learner.rates
+        if book is not None:
+            return book.learner.among(book.alike)
+        alike = self._alike.get(group)
+        return self._prior if alike is None else alike.rates
 
     def coming(self, target: str, keys: Sequence[int]) -> int:
         """Leading blocks of `keys` that `target` does not hold yet, but was sent to compute."""
@@ -242,7 +283,9 @@ class Ledger:
         """
         book = self._books.get(chosen.target)
         if book is None:
-            book = self._books[chosen.target] = _Book(group, Learner(self._common(group, now)))
+            alike = self._alike.setdefault(group, Learner(self._prior))
+            book = self._books[chosen.target] = _Book(alike)
+            alike.share(sum(each.alike is alike for each in self._books.values()))
         known = turn.prompt_tokens > 0
         work = work_of(turn, chosen, STEP_TOKENS) if known else Work(tokens=guess, turns=1.0)
         # Nothing is learned of a guess, of a head that is only coming, nor behind what others sent. What
@@ -253,19 +296,25 @@ class Ledger:
             and chosen.coming_tokens <= chosen.cached_tokens
             and chosen.waiting <= chosen.inflight + 1
         )
-        seconds = _seconds(work, book.learner.rates)
+        seconds = _seconds(work, book.learner.among(book.alike))
         last = max((ticket.done_by for ticket in book.queued), default=now)
         ticket = Ticket(
             book,
             work,
-            cached=chosen.cached_tokens,
             keys=keys,
+            prompt=turn.prompt_tokens or guess,
             streams=streams,
             clean=clean,
             done_by=max(now, last) + 1.5 * seconds,
         )
         book.sent(ticket, now)
         return ticket
+
+    def reported(self, target: str, used_tokens: int) -> None:
+        """The worker says that requests under way use so much of its cache."""
+        book = self._books.get(target)
+        if book is not None:
+            book.others += (used_tokens - book.decoding - book.others) * _REPORT_SHARE
 
     def forget(self, target: str) -> None:
         """It is gone, or another process: what it did and how fast is void. Open tickets end harmlessly."""
@@ -274,13 +323,6 @@ class Ledger:
     def targets(self) -> Iterable[str]:
         return self._books.keys()
 
-    def _common(self, group: str, now: float) -> Rates:
-        found = self._believed.get(group)
-        if found is None or now - found[0] > _BELIEVED_S:
-            alike = (b.learner.rates for b in self._books.values() if b.group == group)
-            found = self._believed[group] = now, common(self._prior, alike)
-        return found[1]
-
 
 def _seconds(work: Work, rates: Rates) -> float:
     return (
@@ -288,6 +330,7 @@ def _seconds(work: Work, rates: Rates) -> float:
         + work.context * rates.growth_s
         + work.own * rates.own_s
         + work.remote * rates.remote_s
+        + work.disk * rates.disk_s
         + rates.first_s
     )
 

@@ -16,12 +16,17 @@ from policies.types import Candidate, Decision, Turn
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What rules go by, besides the turn. headers: those that any rule names, by lower-case name."""
+    """What rules go by, besides the turn. headers: those that any rule names, by lower-case name.
+
+    tenant, key: of the client as it was authenticated; a key by its name, or by a part of its digest.
+    """
 
     model: str = ""
     alias: str = ""
     api: str = ""
     headers: Mapping[str, str] = {}
+    tenant: str = ""
+    key: str = ""
 
 
 NO_FACTS: Final = Facts()
@@ -78,6 +83,8 @@ def _matches(match: Match, turn: Turn, facts: Facts) -> bool:
     return (
         _any(match.model, facts.model)
         and _any(match.alias, facts.alias)
+        and _any(match.tenant, facts.tenant)
+        and _any(match.key, facts.key)
         and (not match.api or facts.api in match.api)
         and all(fnmatchcase(facts.headers.get(name, ""), glob) for name, glob in match.header.items())
     )

@@ -5,6 +5,7 @@ squares, drawn to what was believed before as far as they leave it open: a rate 
 stays as it was. Errors count by share, so that a long turn is worth no more than a short one.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Annotated, Any, Final, cast
 
@@ -12,9 +13,9 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from policies.types import BELIEVED, Candidate, Rates, Turn
+from policies.types import BELIEVED, Candidate, Confidence, Rates, Turn
 
-FIELDS: Final = ("prefill_s", "growth_s", "own_s", "remote_s", "first_s", "decode_s")
+FIELDS: Final = ("prefill_s", "growth_s", "own_s", "remote_s", "first_s", "decode_s", "disk_s")
 _N: Final = len(FIELDS)
 _Positive = Annotated[float, Meta(gt=0)]
 
@@ -32,6 +33,14 @@ _KEEP_AFTER_CHANGE: Final = 0.05
 # Measurements count half after so long.
 _HALF_LIFE_S: Final = 900.0
 _LEAST, _MOST = 1e-3, 1e4
+# What is usual is the mean of so many samples.
+_USUAL: Final = 20
+# How far, as logarithms, a target must be from the others to be no longer taken for one of them, and to be
+# taken for another: by a third, and twice as fast or slow.
+_SAME: Final = math.log(1.35)
+_OTHER: Final = math.log(2.0)
+# Up to so many targets of a model that are taken together the more are remembered the more there are.
+_TOGETHER: Final = 8
 # How far what is believed may be off: by 5 times what was believed at first.
 _PRIOR: Final = 1 / 5**2
 _PRIOR_OF_EACH: Final = np.eye(_N) * _PRIOR
@@ -40,7 +49,8 @@ _PRIOR_OF_EACH: Final = np.eye(_N) * _PRIOR
 class Work(msgspec.Struct, frozen=True, gc=False):
     """tokens: to compute. context: tokens of context before each of them, summed.
 
-    own, remote: tokens to pull. turns: first steps. decoding: steps times the turns that decode in them.
+    own, remote, disk: tokens to pull. turns: first steps. decoding: steps times the turns
+    that decode in them.
     """
 
     tokens: float = 0.0
@@ -49,6 +59,11 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     remote: float = 0.0
     turns: float = 0.0
     decoding: float = 0.0
+    disk: float = 0.0
+
+    @property
+    def pulled(self) -> float:
+        return self.own + self.remote + self.disk
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(a + b for a, b in zip(_amounts(self), _amounts(other), strict=True)))
@@ -63,15 +78,17 @@ def work_of(turn: Turn, candidate: Candidate, step_tokens: int) -> Work:
     local = max(candidate.local_tokens, candidate.coming_tokens)
     pulled = max(0, candidate.pool_tokens - local)
     own = min(candidate.own_segment_tokens, pulled)
+    disk = min(candidate.disk_tokens, pulled - own)
     computed = max(0, turn.prompt_tokens - local - pulled)
     decoding = max(candidate.running, candidate.inflight)
     return Work(
         computed,
         computed * (turn.prompt_tokens - computed * 0.5),
         own,
-        pulled - own,
+        pulled - own - disk,
         1.0,
         decoding * (1 + computed / step_tokens),
+        disk,
     )
 
 
@@ -87,6 +104,7 @@ class InUnits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     remote_tokens_per_s: _Positive = 77_000.0
     first_step_ms: _Positive = 20.0
     decode_ms: Annotated[float, Meta(ge=0)] = 0.7
+    disk_tokens_per_s: _Positive = 25_000.0
 
     @classmethod
     def of(cls, rates: Rates) -> "InUnits":
@@ -97,6 +115,7 @@ class InUnits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             1 / max(rates.remote_s, 1e-12),
             1e3 * rates.first_s,
             1e3 * rates.decode_s,
+            1 / max(rates.disk_s, 1e-12),
         )
 
     def rates(self) -> Rates:
@@ -107,24 +126,42 @@ class InUnits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             1 / self.remote_tokens_per_s,
             self.first_step_ms / 1e3,
             self.decode_ms / 1e3,
+            1 / self.disk_tokens_per_s,
         )
 
 
 class Learner:
     """The rates of one target. Time is passed in, in seconds of any clock that does not go back."""
 
-    __slots__ = ("_at", "_known", "_prior", "_sides", "_strange", "_theta", "rates", "samples")
+    __slots__ = (
+        "_at",
+        "_keep",
+        "_known",
+        "_prior",
+        "_sides",
+        "_strange",
+        "_theta",
+        "_usual",
+        "rates",
+        "samples",
+    )
 
     def __init__(self, prior: Rates = BELIEVED) -> None:
         self.rates = prior
         self.samples = 0
+        self._keep = _KEEP
         # Rates are fitted as multiples of the prior: numbers about 1, all uncertain by about as much.
         self._prior = np.array([max(v, 1e-12) for v in msgspec.structs.astuple(prior)[:_N]])
         self._theta = np.ones(_N)
         self._known = np.zeros((_N, _N))
+        self._usual = np.zeros(_N)
         self._at = 0.0
         self._strange: list[tuple[np.ndarray[Any, Any], float]] = []
         self._sides = 0
+
+    def share(self, targets: int) -> None:
+        """Samples come from so many targets."""
+        self._keep = _KEEP ** (1 / min(max(targets, 1), _TOGETHER))
 
     def learn(self, work: Work, seconds: float, now: float) -> None:
         """`work`, alone on the target, took `seconds`."""
@@ -132,6 +169,7 @@ class Learner:
         expected = float(amounts @ self._theta)
         self._age(now)
         self.samples += 1
+        self._usual += (np.array(_amounts(work)) - self._usual) / min(self.samples, _USUAL)
         ratio = max(seconds, _FLOOR_S) / max(expected, _FLOOR_S)
         if self._known.any() and not 1 / _STRANGE < ratio < _STRANGE:
             side = 1 if ratio > 1 else -1
@@ -159,7 +197,7 @@ class Learner:
         scale = max(expected, seconds, _FLOOR_S) * _NOISE
         # A rate forgets as far as this sample tells of it: pulls are not forgotten by turns without any.
         parts = amounts * self._theta
-        keep = np.sqrt(_KEEP ** (parts / max(float(parts.sum()), 1e-12)))
+        keep = np.sqrt(self._keep ** (parts / max(float(parts.sum()), 1e-12)))
         known = self._known * np.outer(keep, keep)
         pull = known @ self._theta + amounts * seconds / scale**2
         self._known = known + np.outer(amounts, amounts) / scale**2
@@ -182,17 +220,31 @@ class Learner:
         self._theta = theta
         spread = np.diag(np.linalg.inv(information))
         sure = np.clip(1.0 - spread * _PRIOR, 0.0, 1.0).round(4).tolist()
-        confidence = cast("tuple[float, float, float, float, float, float]", tuple(sure))
-        prefill, growth, own, remote, first, decode = (float(v) for v in theta * self._prior)
-        self.rates = Rates(prefill, growth, own, remote, first, decode, confidence)
+        self.rates = _rates(theta * self._prior, sure)
+
+    def among(self, alike: "Learner") -> Rates:
+        """The rates to go by where `alike` has learned from this target and others like it.
+
+        Few samples say little of one target: as long as its usual work takes about as long by its own rates
+        as by the common ones, it has the common ones. Rates are mixed as a whole: they were fitted together.
+        """
+        if not self.samples:
+            return alike.rates
+        own, common = np.array(_seconds(self.rates)), np.array(_seconds(alike.rates))
+        ratio = max(float(own @ self._usual), 1e-9) / max(float(common @ self._usual), 1e-9)
+        apart = (abs(math.log(ratio)) - _SAME) / (_OTHER - _SAME)
+        if apart <= 0.0:
+            return alike.rates
+        if apart >= 1.0:
+            return self.rates
+        confidence = np.array(self.rates.confidence) * apart + np.array(alike.rates.confidence) * (1 - apart)
+        return _rates(own * apart + common * (1 - apart), confidence.round(4).tolist())
 
 
-def common(prior: Rates, others: Iterable[Rates]) -> Rates:
-    """What to believe of a new target: of each rate the median of those measured elsewhere, else `prior`."""
-    measured = list(others)
-    values: list[float] = []
-    for i, name in enumerate(FIELDS):
-        known = sorted(float(getattr(r, name)) for r in measured if r.confidence[i] > 0.5)
-        values.append(known[len(known) // 2] if known else float(getattr(prior, name)))
-    prefill, growth, own, remote, first, decode = values
-    return Rates(prefill, growth, own, remote, first, decode)
+def _seconds(rates: Rates) -> tuple[float, ...]:
+    return msgspec.structs.astuple(rates)[:_N]
+
+
+def _rates(seconds: Iterable[float], confidence: Iterable[float]) -> Rates:
+    prefill, growth, own, remote, first, decode, disk = map(float, seconds)
+    return Rates(prefill, growth, own, remote, first, decode, disk, cast(Confidence, tuple(confidence)))

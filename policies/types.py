@@ -29,17 +29,20 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     head: int = 0
 
 
+Confidence = tuple[float, float, float, float, float, float, float]
+
+
 class Rates(msgspec.Struct, frozen=True, gc=False):
     """What a target's work takes, in seconds. The defaults are what is believed before anything was measured.
 
     prefill_s: computing one prompt token at the beginning of a context; 20,480 tokens a second are Qwen3-32B
     on two H100.
     growth_s: what each token of context before it adds; fitted to gpt-oss-120b on H200, 2K to 48K tokens.
-    own_s, remote_s: pulling one token from the target's own segment (26 ms a GB) and from another's (50 ms),
-    at 256 KB a token.
+    own_s, remote_s, disk_s: pulling one token from the target's own segment (26 ms a GB), from another's
+    (50 ms) and from a disk (150 ms), at 256 KB a token.
     first_s: the first step, and whatever else every turn takes.
     decode_s: what each turn that decodes there adds to a step.
-    confidence: how much each of the six, in this order, rests on measurement: 0 not at all, 1 all.
+    confidence: how much each of the seven, in this order, rests on measurement: 0 not at all, 1 all.
     """
 
     prefill_s: float = 1 / 20_480
@@ -48,7 +51,8 @@ class Rates(msgspec.Struct, frozen=True, gc=False):
     remote_s: float = 1.3e-5
     first_s: float = 0.02
     decode_s: float = 0.0007
-    confidence: tuple[float, float, float, float, float, float] = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    disk_s: float = 4e-5
+    confidence: Confidence = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 BELIEVED = Rates()
@@ -62,17 +66,21 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     local_tokens: usable leading tokens in the target's own GPU cache (engine's hit rule applied).
     pool_tokens: usable leading tokens readable from the pool.
     own_segment_tokens: of what it would pull (pool_tokens beyond local_tokens), those that lie in its own
-    segment: read by a local copy, not over the network.
+    segment: read by a local copy, not over the network. disk_tokens: those that only a disk has.
     coming_tokens: leading tokens that turns sent there already are going to compute: no hit yet.
     queued_tokens: uncached tokens of turns already sent there whose first token is still awaited.
     queued_context: for each of these tokens the tokens of context before it, summed: growth_s is per one.
-    queued_own_tokens, queued_remote_tokens: pool tokens that these turns have to pull, by source.
+    queued_own_tokens, queued_remote_tokens, queued_disk_tokens: pool tokens that these turns have to pull,
+    by source.
     queued_turns: these turns.
     head_tokens, head_s: the oldest of them: its uncached tokens, and for how many seconds it has been first.
     inflight: turns sent there that have not ended.
     waiting, running: requests as the worker itself reports them (scraped, so a little old).
-    recent_tokens: the same of turns whose first token has come, each counting less with every second.
-    pressure: how likely a block that has to make room is to be needed again, 0 to 1; 0 with free blocks.
+    recent_tokens, recent_pulled: uncached and pulled tokens of turns whose first token has come, each
+    counting less with every second.
+    held_tokens: context of turns under way, of which decoding_tokens that of turns that decode.
+    capacity_tokens: what its cache holds, 0 when not known. turn_s: seconds for which a turn decodes there.
+    pressure: how likely what has to make room for this turn is to be wanted back soon, 0 to 1.
     role, rank: what the target is for, and its data-parallel rank.
     weight: its share of the load compared with others'.
     """
@@ -82,11 +90,13 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     local_tokens: int = 0
     pool_tokens: int = 0
     own_segment_tokens: int = 0
+    disk_tokens: int = 0
     coming_tokens: int = 0
     queued_tokens: int = 0
     queued_context: float = 0.0
     queued_own_tokens: int = 0
     queued_remote_tokens: int = 0
+    queued_disk_tokens: int = 0
     queued_turns: int = 0
     head_tokens: int = 0
     head_s: float = 0.0
@@ -94,6 +104,11 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     waiting: float = 0.0
     running: float = 0.0
     recent_tokens: float = 0.0
+    recent_pulled: float = 0.0
+    held_tokens: int = 0
+    decoding_tokens: int = 0
+    capacity_tokens: int = 0
+    turn_s: float = 0.0
     pressure: float = 0.0
     role: Role = "both"
     rank: int | None = None

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from random import Random
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
+from policies.candidates import EVERY_S, Prefix, Standing, candidate, pressure
 from policies.ledger import Ledger, Ticket
+from policies.sessions import Sessions, Stay
 from policies.types import Candidate, Policy, Rates
 from policies.types import Turn as Question
 from replay.chains import Pieces
@@ -29,18 +31,8 @@ class Chooser(Protocol):
     def back(self, instance: int, now: float) -> None: ...
 
 
-# Workers are asked for their state so often.
-_REPORT_S: Final = 1.0
 # A prompt's head, as `prefix_hash` goes by it.
 _HEAD_TOKENS: Final = 1024
-
-
-class _Report(NamedTuple):
-    """What a worker says of itself, and how far new blocks displace others in its cache, 0 to 1."""
-
-    waiting: int
-    running: int
-    full: float
 
 
 def _prior(profile: Profile) -> Rates:
@@ -68,10 +60,13 @@ class PolicyChooser:
         self._policy: Final = policy
         self._size: Final = profile.blocks_of_tokens
         self._delay: Final = profile.events_s.value
+        # With P/D the cache of prefill is given back at the first token, long before the turn ends.
+        self._decodes: Final = profile.decode is None
         self._pool: Final = pool
         self._index: Final = BlockIndex()
         self._ledger: Final = Ledger(_prior(profile))
-        self._tickets: Final[dict[Job, Ticket]] = {}
+        self._sessions: Final = Sessions()
+        self._tickets: Final[dict[Job, tuple[Ticket, Stay]]] = {}
         self._random: Final = Random(seed)
         self._instances: Final = instances
         self._capacities: Final = [int(each.profile.hbm_tokens.value) // self._size for each in instances]
@@ -79,13 +74,13 @@ class PolicyChooser:
         self._names: Final = [f"i{each.number:04d}" for each in instances]
         self._number = 0
         self._events: Final[deque[tuple[float, str, Sequence[int], int | None, bool]]] = deque()
-        self._reported_at = -_REPORT_S
-        self._reports: list[_Report] = []
+        self._reported_at = -EVERY_S
+        self._standings: list[Standing] = []
 
     def choose(self, job: Job, now: float) -> int | None:
         self._hear(now)
-        if now - self._reported_at >= _REPORT_S:
-            self._reported_at, self._reports = now, self._report()
+        if now - self._reported_at >= EVERY_S:
+            self._reported_at, self._standings = now, self._report(now)
         chain, prompt = job.asked.chain, job.asked.prompt_tokens
         limit = (prompt - 1) // self._size
         head = min(_HEAD_TOKENS // self._size, prompt // self._size)
@@ -103,17 +98,30 @@ class PolicyChooser:
         if chosen is None:
             return None
         self._number += 1
-        self._tickets[job] = self._ledger.sent(turn, chosen, now, keys=keys)
+        ticket = self._ledger.sent(turn, chosen, now, keys=keys)
+        full = keys[: prompt // self._size]
+        known = self._sessions.find(turn.session, "", full)
+        size = {"tokens": prompt, "block_size": self._size}
+        self._tickets[job] = ticket, self._sessions.placed(known, "", full, chosen.target, now, **size)
         return int(chosen.target[1:])
 
-    def _report(self) -> list[_Report]:
+    def _report(self, now: float) -> list[Standing]:
         sizes = self._index.sizes()
-        found: list[_Report] = []
-        for name, each, capacity in zip(self._names, self._instances, self._capacities, strict=True):
-            engine = each.prefill.engine
-            held = sizes.get((name, "gpu"), 0)
-            full = min(1.0, max(0.0, 10 * held / capacity - 9))
-            found.append(_Report(engine.waiting, engine.running, full))
+        found: list[Standing] = []
+        for name, each, blocks in zip(self._names, self._instances, self._capacities, strict=True):
+            engine, capacity = each.prefill.engine, blocks * self._size
+            if self._decodes:
+                self._ledger.reported(name, (engine.cache.capacity - engine.cache.free) * self._size)
+            pressed = pressure(
+                name,
+                self._ledger.load(name, now),
+                self._sessions,
+                now,
+                capacity_tokens=capacity,
+                held_tokens=sizes.get((name, "gpu"), 0) * self._size,
+            )
+            room = capacity if self._decodes else 0
+            found.append(Standing(engine.waiting, engine.running, room, pressed))
         return found
 
     def _candidates(self, chain: Pieces, keys: Sequence[int], limit: int, now: float) -> list[Candidate]:
@@ -122,49 +130,34 @@ class PolicyChooser:
         pool = self._pool.prefix(chain, limit) if self._pool is not None else 0
         places = self._pool.places(chain, pool) if self._pool is not None and pool else None
         found: list[Candidate] = []
-        for number, (name, report) in enumerate(zip(self._names, self._reports, strict=True)):
+        for number, (name, standing) in enumerate(zip(self._names, self._standings, strict=True)):
             held = local.get(name, 0)
-            load = ledger.load(name, now)
-            coming = min(limit, ledger.coming(name, keys)) if load.queued_turns else 0
-            found.append(
-                Candidate(
-                    name,
-                    "down" if number in self._down else "",
-                    local_tokens=held * size,
-                    pool_tokens=pool * size,
-                    own_segment_tokens=places.own_or_spread(number, held) * size
-                    if places and pool > held
-                    else 0,
-                    coming_tokens=coming * size,
-                    queued_tokens=load.queued_tokens,
-                    queued_context=load.queued_context,
-                    queued_own_tokens=load.queued_own_tokens,
-                    queued_remote_tokens=load.queued_remote_tokens,
-                    queued_turns=load.queued_turns,
-                    head_tokens=load.head_tokens,
-                    head_s=load.head_s,
-                    inflight=load.inflight,
-                    waiting=report.waiting,
-                    running=report.running,
-                    recent_tokens=load.recent_tokens,
-                    pressure=report.full * load.reuse,
-                    rates=ledger.rates(name, now),
-                )
+            prefix = Prefix(
+                local=held * size,
+                pool=pool * size,
+                own_segment=places.own_or_spread(number, held) * size if places and pool > held else 0,
+                coming=min(limit, ledger.coming(name, keys)) * size,
             )
+            load, rates = ledger.load(name, now), ledger.rates(name, now)
+            down = "down" if number in self._down else ""
+            found.append(candidate(name, load, rates, standing, prefix, down))
         return found
 
     def prefilled(self, job: Job, now: float) -> None:
         """With P/D the gateway sees the first token of decode; that of prefill ends its leg."""
-        self._tickets[job].first_token(now)
+        self._tickets[job][0].first_token(now)
 
     def ended(self, job: Job, now: float) -> None:
-        self._tickets.pop(job).ended(now)
+        ticket, stay = self._tickets.pop(job)
+        ticket.ended(now)
+        stay.ended(now)
 
     def died(self, instance: int, now: float) -> None:
         name = self._names[instance]
         self._down.add(instance)
         self._index.drop(name)
         self._ledger.forget(name)
+        self._sessions.forget(name)
         coming = [event for event in self._events if event[1] != name]
         self._events.clear()
         self._events.extend(coming)

@@ -95,11 +95,12 @@ class Replicas:
     """Complete copies of one object. Objects of one answer that lie in the same places share one of these.
 
     endpoints: of the copies in memory. elsewhere: whether there is one that no segment answers for, on disk
-    or not known where.
+    or not known where. disk: that it is on one.
     """
 
     endpoints: frozenset[str]
     elsewhere: bool
+    disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +277,7 @@ class MooncakeHttp:
             named = " ".join([copy.transport_endpoint_ for copy in values]) if values else ""
             copies = alike.get((disk, named))
             if copies is None:
-                copies = alike[disk, named] = Replicas(frozenset(named.split()), disk)
+                copies = alike[disk, named] = Replicas(frozenset(named.split()), disk, disk)
             found[key] = copies
         return found
 

@@ -35,6 +35,7 @@ from store.mooncake_http import Drain, MasterAway, MooncakeHttp, Segment, querya
 from store.mooncake_rpc import MooncakeRpc
 from store.ranks import Ranks, samples
 from store.segments import Segments
+from store.sightings import DISK as DISK
 from store.sightings import Sightings, Stretch, Walk
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ class PoolPrefix:
 
     known: False when the pool could not be asked; blocks is 0 then, and neither to be believed nor blamed.
     exact: False when the budget ended first; there may be more than `blocks`.
-    runs: where they are: runs of block numbers for each segment (`IP:PORT`) and each host, ascending.
+    runs: where they are: runs of block numbers for each segment (`IP:PORT`) and each host, ascending, and
+    under DISK those that no memory holds whole.
     """
 
     blocks: int

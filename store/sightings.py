@@ -18,6 +18,9 @@ QUIET_S: Final = 60.0
 ABSENT_S: Final = 0.25
 
 Stop = Literal["end", "absent", "unknown"]
+# The place of blocks of which no segment has all in memory; no segment or host is called so.
+DISK: Final = "disk"
+_ON_DISK: Final = frozenset((DISK,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +37,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Blocks `start` to `stop - 1` can be read whole in each of `places` (segment names and hosts)."""
+    """Blocks `start` to `stop - 1` can be read whole in each of `places` (segment names, hosts, DISK)."""
 
     start: int
     stop: int
@@ -170,12 +173,15 @@ class Sightings:
         if sighting.parts is None:
             return ("end" if sighting.at > segments.shrunk_at else "unknown"), frozenset()
         common: frozenset[str] | None = None
+        on_disk = False
         for part in sighting.parts:
             there = [each for each in part.endpoints if segments.readable(each, sighting.at, now)]
             if not there and not part.elsewhere:
                 # Copies may have moved meanwhile (drain): a fresh answer decides, a stale one is asked again.
                 fresh = age < ABSENT_S and sighting.at > segments.shrunk_at
                 return ("absent" if fresh else "unknown"), frozenset()
+            on_disk = on_disk or (not there and part.disk)
             places = frozenset[str]().union(*(segments.places(each) for each in there))
             common = places if common is None else common & places
-        return "end", common or frozenset()
+        # A block is read as slowly as its slowest part.
+        return "end", _ON_DISK if on_disk else common or frozenset()

@@ -4,14 +4,14 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 from urllib.parse import urlsplit
 
 from workers.breaker import Breaker, BreakerOptions, BreakerState
 from workers.leases import LeaseBook
-from workers.worker import EngineReport, KvEndpoint, ModelCard, Target, Worker
+from workers.worker import EngineReport, KvEndpoint, ModelCard, Role, Target, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,13 @@ FleetListener = Callable[[FleetEvent, Worker], None]
 """Told of every event in order, on the event loop; must return at once."""
 
 
+def roles(prefill: Iterable[str], decode: Iterable[str]) -> dict[str, Role]:
+    """By name or URL what workers are for; whoever is in both lists is for both."""
+    computing, decoding = set(prefill), set(decode)
+    found: dict[str, Role] = dict.fromkeys(computing - decoding, "prefill")
+    return found | dict.fromkeys(decoding - computing, "decode")
+
+
 class Fleet:
     """All registered workers and the leases on their targets."""
 
@@ -53,11 +60,12 @@ class Fleet:
         self,
         segments: Mapping[str, str] | None = None,
         *,
+        roles: Mapping[str, Role] | None = None,
         breaker: BreakerOptions | None = None,
         ramp_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`segments`: the pool segment (`IP:PORT`, or `IP`) of workers, by their URL or name.
+        """`segments`: the pool segment (`IP:PORT`, or `IP`) of workers, by their URL or name; `roles` alike.
 
         breaker: when a worker that fails turns gets none. ramp_s: how long one that came back gets more and
         more. clock: steady seconds.
@@ -67,6 +75,7 @@ class Fleet:
         self._ramp_s = ramp_s
         self._clock = clock
         self._configured = {worker.rstrip("/"): place for worker, place in (segments or {}).items()}
+        self._roles: dict[str, Role] = {worker.rstrip("/"): role for worker, role in (roles or {}).items()}
         self._segments: dict[str, str] = {}
         self._listeners: list[FleetListener] = []
         self._workers: dict[str, Worker] = {}
@@ -88,11 +97,11 @@ class Fleet:
             raise UnknownWorker(name)
         return worker
 
-    def add(self, url: str, name: str | None = None, segment: str = "") -> Worker:
+    def add(self, url: str, name: str | None = None, segment: str = "", role: Role | None = None) -> Worker:
         """Register `url` (http or https, no path needed). Raises BadWorker, DuplicateWorker.
 
         segment: its share of the pool, `IP:PORT` or `IP`; without one all segments of its host are taken to
-        be its own, as long as no other worker is on that host.
+        be its own, as long as no other worker is on that host. role: None as configured, else for both.
         """
         url = url.rstrip("/")
         parts = urlsplit(url)
@@ -113,7 +122,10 @@ class Fleet:
         segment = segment or self._configured.get(url, "") or self._configured.get(name, "")
         if segment and not _NAME.fullmatch(segment):
             raise BadWorker("a worker's segment is IP:PORT as its store connector has it, or an IP")
-        worker = self._workers[name] = Worker(name, url, breaker=Breaker(self._breaker))
+        configured = self._roles.get(url) or self._roles.get(name)
+        worker = self._workers[name] = Worker(
+            name, url, breaker=Breaker(self._breaker), role=role or configured or "both"
+        )
         self._segments[name] = segment
         self._map_segments()
         self._tell("added", worker)
@@ -176,6 +188,12 @@ class Fleet:
         """Its share of the load compared with others', above 0. Raises UnknownWorker."""
         worker = self.get(name)
         worker.weight = weight
+        return worker
+
+    def give_role(self, name: str, role: Role) -> Worker:
+        """What it is for, from the next turn on. Raises UnknownWorker."""
+        worker = self.get(name)
+        worker.role = role
         return worker
 
     def targets(self) -> list[Target]:

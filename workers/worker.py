@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from workers.breaker import Breaker, BreakerOptions
 
 WorkerState = Literal["starting", "up", "down"]
+Role = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Worker:
     segment: its share of the pool, by the name of a segment (`IP:PORT`) or of a host (`IP`: all segments
     there); "" if that can't be told.
     since: when it last came back (up, or uncordoned), by the fleet's clock. misses: probes failed in a row.
-    weight: its share of the load compared with others'.
+    weight: its share of the load compared with others'. role: what it is for.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Worker:
     since: float = 0.0
     misses: int = 0
     weight: float = 1.0
+    role: Role = "both"
     # Asked for several times a turn, and changed by probes only.
     _targets: tuple["Target", ...] = ()
     _targets_of: tuple[KvEndpoint, ...] | None = None

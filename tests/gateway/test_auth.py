@@ -1,5 +1,6 @@
 """The guard: nothing of admin without its token, under any spelling; client keys alike in both headers."""
 
+import hashlib
 import logging
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from gateway.auth import AdminToken, BadKeysFile, ClientKeys, Guard, credentials, is_admin_path
+from gateway.auth import AdminToken, BadKeysFile, ClientKey, ClientKeys, Guard, credentials, is_admin_path
 
 
 class Behind:
@@ -187,16 +188,21 @@ async def test_b105_no_credential_in_logs_or_answers(caplog: pytest.LogCaptureFi
 
 def test_the_keys_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# team a\n  k1  \n\nk2\n", "utf-8")
+    file.write_text("# team a\n  k1  \n\nk2 name=ci tenant=team-a\nk3\ttenant=b\n", "utf-8")
     keys = ClientKeys.load(str(file))
-    assert keys.holds(b"k1")
-    assert keys.holds(b"k2")
-    assert not keys.holds(b"# team a")
-    assert not keys.holds(b"")
+    assert keys.find(b"k1") == ClientKey("sha256:" + hashlib.sha256(b"k1").hexdigest()[:12])
+    assert keys.find(b"k2") == ClientKey("ci", "team-a")
+    assert keys.find(b"k3") == ClientKey("sha256:" + hashlib.sha256(b"k3").hexdigest()[:12], "b")
+    assert keys.find(b"# team a") is None
+    assert keys.find(b"") is None
     assert not ClientKeys.load("").required
     file.write_text("# nothing\n", "utf-8")
     with pytest.raises(BadKeysFile, match="holds no key"):
         ClientKeys.load(str(file))
+    file.write_text("k1 SECRET\n", "utf-8")
+    with pytest.raises(BadKeysFile, match="only name=NAME and tenant=TENANT may follow a key") as caught:
+        ClientKeys.load(str(file))
+    assert "SECRET" not in str(caught.value)
     with pytest.raises(BadKeysFile, match="cannot be read"):
         ClientKeys.load(str(tmp_path / "gone"))
 

@@ -24,6 +24,20 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "rules[0].match.api[1]",
         "allowed: chat, completions",
     ),
+    ({"rules": [{"match": {"key": ["a", 3]}}]}, "rules[0].match.key[1]", "Expected str, got int"),
+    ({"rules": [{"match": {"tenant": [""]}}]}, "rules[0].match.tenant[0]", "length >= 1"),
+    (
+        {"rules": [{"match": {"header": {"X-Tenant": "a"}}}]},
+        "rules[0].match.header.X-Tenant",
+        "allowed: lower-case letters",
+    ),
+    (
+        {"rules": [{"match": {"min_prompt_tokens": 9, "max_prompt_tokens": 8}}]},
+        "rules[0].match.min_prompt_tokens",
+        "allowed: up to 8",
+    ),
+    ({"rules": [{"workers": "big-*"}]}, "rules[0].workers", "Expected array"),
+    ({"rules": [{"spill": "no"}]}, "rules[0].spill", "allowed: true, false"),
     ({"rules": [{"options": {"x": 1}}]}, "rules[0].options.x", "has no option x"),
     ({"guards": {"max_inflight": 0}}, "guards.max_inflight", "Expected int >= 1"),
     ({"fallback": "nobody"}, "fallback", "allowed: expected_ttft"),
@@ -82,6 +96,11 @@ match = {model = ["q*"], api = ["chat"], header = {x-tenant = "gold*"}}
 policy = "random"
 workers = ["big-2"]
 [[rules]]
+name = "acme"
+match = {tenant = ["acme"], key = ["ci-*", "sha256:0123456789ab"]}
+policy = "random"
+workers = ["big-1"]
+[[rules]]
 name = "closed"
 match = {alias = ["fast"]}
 workers = ["none-*"]
@@ -110,6 +129,10 @@ spill = false
             {"small-1"},
         ),
         (100, {"model": "x", "alias": "fast"}, "longest_prefix", "closed", {None}),
+        (100, {"tenant": "acme", "key": "sha256:0123456789ab"}, "random", "acme", {"big-1"}),
+        (100, {"tenant": "acme", "key": "ci-2"}, "random", "acme", {"big-1"}),
+        (100, {"tenant": "acme", "key": "other"}, "longest_prefix", "", {"small-1"}),
+        (100, {"tenant": "b", "key": "ci-2"}, "longest_prefix", "", {"small-1"}),
     ],
 )
 def test_the_first_rule_that_matches_decides(

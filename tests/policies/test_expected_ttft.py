@@ -8,7 +8,7 @@ from policies.cost import TERMS, costs, predicted_ttft
 from policies.expected_ttft import ExpectedTtft, ExpectedTtftOptions
 from policies.types import Candidate, Rates
 
-RATES = Rates(prefill_s=1e-3, growth_s=0.0, own_s=2e-5, remote_s=1e-4, first_s=0.01, decode_s=0.0)
+RATES = Rates(1e-3, growth_s=0.0, own_s=2e-5, remote_s=1e-4, disk_s=4e-4, first_s=0.01, decode_s=0.0)
 decide = ExpectedTtft(ExpectedTtftOptions(recent_weight=0.1))
 
 
@@ -101,6 +101,38 @@ SITUATIONS = [
         [candidate("a", local_tokens=2000, recent_tokens=40_000), candidate("b", recent_tokens=10_000)],
         ("b", "recompute", "sooner than the holder"),
     ),
+    (
+        "blocks that only a disk has are worth less than a wait",
+        [
+            candidate("a", pool_tokens=9600, disk_tokens=9600),
+            candidate("b", pool_tokens=9600, queued_tokens=2000, queued_turns=1),
+        ],
+        ("b", "pull", "soonest"),
+    ),
+    (
+        "a holder without room for the context, though nothing waits there",
+        [
+            candidate(
+                "a",
+                local_tokens=9600,
+                pool_tokens=9600,
+                held_tokens=95_000,
+                decoding_tokens=95_000,
+                capacity_tokens=100_000,
+                turn_s=30.0,
+            ),
+            candidate("b", pool_tokens=9600, capacity_tokens=100_000),
+        ],
+        ("b", "pull", "sooner than the holder"),
+    ),
+    (
+        "pulls over a link that is busy keep others waiting",
+        [
+            candidate("a", local_tokens=9600, pool_tokens=9600, queued_tokens=1200, queued_turns=1),
+            candidate("b", pool_tokens=9600, recent_pulled=500_000),
+        ],
+        ("a", "local", "longest local prefix is soonest"),
+    ),
     ("nobody may be chosen", [candidate("a", excluded="down")], (None, "none", "no eligible target")),
 ]
 
@@ -114,36 +146,47 @@ def test_situations(candidates: list[Candidate], expected: tuple[str | None, str
 
 
 def test_every_term_is_what_it_says() -> None:
-    rates = Rates(prefill_s=1e-3, growth_s=1e-7, own_s=2e-5, remote_s=1e-4, first_s=0.01, decode_s=0.002)
+    rates = Rates(1e-3, growth_s=1e-7, own_s=2e-5, remote_s=1e-4, first_s=0.01, decode_s=0.002, disk_s=5e-4)
     one = Candidate(
         "a",
         local_tokens=1000,
         pool_tokens=4000,
         own_segment_tokens=1000,
+        disk_tokens=500,
         queued_tokens=500,
         queued_context=1e6,
         queued_remote_tokens=2000,
         queued_turns=1,
         inflight=4,
         recent_tokens=10_000,
+        recent_pulled=100_000,
+        held_tokens=90_000,
+        decoding_tokens=60_000,
+        capacity_tokens=93_000,
+        turn_s=4.0,
         pressure=0.5,
         rates=rates,
     )
     asked = turn(6000)
+    # 10 s of each kind of work within a fading minute.
+    busy = 10 * 0.6931 / 60
     terms = dict(zip(TERMS, costs(asked, one), strict=True))
     assert terms == pytest.approx(
         {
             "queue": 0.5 + 0.1 + 0.2,
+            "room": 3000 / 60_000 * 4.0,
             "pull_own": 0.02,
-            "pull_remote": 0.2,
+            "pull_remote": 0.15,
+            "pull_disk": 500 * 5e-4,
             "prefill": 2.0 + 1e-7 * 2000 * 5000,
             "first_step": 0.01,
             "decode": 4 * 0.002 * (1 + 2000 / 8192),
             "eviction": 0.5 * 5000 * 1e-4,
-            "balance": (10 + 0.22 + 2.0 + 1e-7 * 2000 * 5000) * 0.1,
+            "delay": (2.0 + 1e-7 * 2000 * 5000 + 0.02 + 0.15 + 0.25) * busy / (1 - busy),
+            "balance": 10 * 0.1,
         }
     )
-    prices = terms["eviction"] + terms["balance"]
+    prices = terms["eviction"] + terms["delay"] + terms["balance"]
     assert predicted_ttft(costs(asked, one)) == pytest.approx(sum(terms.values()) - prices)
     assert decide(asked, [one]).scored[0].terms == terms
 

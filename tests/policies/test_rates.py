@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from policies.ledger import Ledger, Ticket
-from policies.rates import InUnits, Learner, Work, common
+from policies.rates import InUnits, Learner, Work
 from policies.types import BELIEVED, Candidate, Rates, Turn
 from workers.sim.engine import Engine, Limits, Started
 from workers.sim.engine import Rates as EngineRates
@@ -143,10 +143,52 @@ def test_rates_are_never_negative() -> None:
 
 
 def test_a_new_target_is_taken_to_be_like_the_measured_ones_of_its_model() -> None:
-    measured = Rates(prefill_s=3e-4, confidence=(0.9, 0.1, 0, 0, 0, 0))
-    assert common(BELIEVED, [measured]).prefill_s == 3e-4
-    assert common(BELIEVED, [measured]).growth_s == BELIEVED.growth_s
-    assert common(BELIEVED, [measured]).confidence == BELIEVED.confidence
+    worker, random = Worker(SLOW), Random(7)
+    for _ in range(12):
+        worker.turns(random.randint(500, 9000))
+    learned = worker.rates
+    assert worker.ledger.rates("new", worker.now) == learned
+    assert worker.ledger.rates("new", worker.now, "another model") == BELIEVED
+    assert learned.prefill_s == pytest.approx(1 / 5000, rel=0.2)
+
+
+def taught(seed: int, slower: float, alike: Learner, samples: int = 40) -> Learner:
+    """A target `slower` times as slow as 10,000 tokens a second, measured 20 % off each time."""
+    learner, random = Learner(), Random(seed)
+    for i in range(samples):
+        tokens = random.randint(500, 9000)
+        seconds = (0.02 + tokens * 1e-4) * slower * random.uniform(0.8, 1.2)
+        work = Work(tokens, tokens * tokens / 2, turns=1)
+        for each in (learner, alike):
+            each.learn(work, seconds, float(i))
+    return learner
+
+
+def test_targets_that_are_alike_have_the_same_rates_though_chance_gives_each_its_own() -> None:
+    alike = Learner()
+    alike.share(8)
+    learners = [taught(seed, 1.0, alike) for seed in range(8)]
+    assert len({learner.rates for learner in learners}) == 8
+    assert {learner.among(alike) for learner in learners} == {alike.rates}
+
+
+def test_one_that_is_slower_has_its_own_and_does_not_make_the_others_look_slow() -> None:
+    alike = Learner()
+    alike.share(8)
+    learners = [taught(seed, 3.0 if seed == 5 else 1.0, alike) for seed in range(8)]
+    slow = learners.pop(5)
+    assert slow.among(alike) == slow.rates
+    assert seconds(slow.rates, 4000) == pytest.approx(3 * 0.42, rel=0.2)
+    for learner in learners:
+        assert seconds(learner.among(alike), 4000) == pytest.approx(0.42, rel=0.15)
+
+
+def test_between_the_two_its_rates_are_mixed() -> None:
+    alike = Learner()
+    alike.share(8)
+    learners = [taught(seed, 1.65 if seed == 5 else 1.0, alike) for seed in range(8)]
+    mixed = seconds(learners[5].among(alike), 4000)
+    assert seconds(alike.rates, 4000) < mixed < seconds(learners[5].rates, 4000)
 
 
 def test_priors_are_given_in_peoples_units() -> None:
@@ -227,12 +269,6 @@ class TestLedger:
         ticket.first_token(1.0)
         assert ledger.coming("w", [1, 2, 3]) == 0
 
-    def test_reuse_is_the_share_of_prompt_tokens_that_were_cached(self) -> None:
-        ledger = Ledger()
-        ledger.sent(Turn(1000, 0.0), Candidate("w"), 0.0)
-        ledger.sent(Turn(1000, 0.0), Candidate("w", local_tokens=1000), 0.0)
-        assert ledger.load("w", 0.0).reuse == 0.5
-
 
 def test_a_busy_target_does_not_seem_faster_for_first_steps_that_overlap() -> None:
     """1.3 s that every turn takes, many at once: HTTP, tokenizing, a hand-over to decode."""
@@ -246,7 +282,7 @@ def test_a_busy_target_does_not_seem_faster_for_first_steps_that_overlap() -> No
             if comes:
                 turn, chosen = Turn(3000, 0.5, block_size=16), Candidate(target)
                 free_at = max(free_at, now + 1.3) + 3000 * 4e-5
-                events.append((free_at, False, ledger.sent(turn, chosen, now)))
+                events.append((free_at, False, ledger.sent(turn, chosen, now, group=target)))
                 events.sort(key=lambda event: event[0])
             elif ticket is not None:
                 ticket.first_token(now)

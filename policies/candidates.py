@@ -1,0 +1,91 @@
+"""How a target is shown to policies: what it holds, what it was given to do, and how full it is."""
+
+import math
+from typing import Final
+
+import msgspec
+
+from policies.cost import HALF_LIFE_S
+from policies.ledger import Load
+from policies.sessions import Sessions
+from policies.types import Candidate, Rates, Role
+
+# Blocks fill a cache over minutes: how full targets are is looked at so often.
+EVERY_S: Final = 1.0
+
+
+class Prefix(msgspec.Struct, frozen=True, gc=False):
+    """What a target would find of a prompt, in tokens; as in Candidate."""
+
+    local: int = 0
+    pool: int = 0
+    own_segment: int = 0
+    disk: int = 0
+    coming: int = 0
+
+
+NOTHING: Final = Prefix()
+
+
+class Standing(msgspec.Struct, frozen=True, gc=False):
+    """What is fixed or changes slowly. waiting, running: as the worker itself reports them."""
+
+    waiting: float = 0.0
+    running: float = 0.0
+    capacity_tokens: int = 0
+    pressure: float = 0.0
+    role: Role = "both"
+    rank: int | None = None
+    weight: float = 1.0
+
+
+def candidate(
+    target: str, load: Load, rates: Rates, standing: Standing, prefix: Prefix = NOTHING, excluded: str = ""
+) -> Candidate:
+    """`target` as policies see it: the one place that says what of its load that is."""
+    return Candidate(
+        target,
+        excluded,
+        local_tokens=prefix.local,
+        pool_tokens=prefix.pool,
+        own_segment_tokens=prefix.own_segment,
+        disk_tokens=prefix.disk,
+        coming_tokens=prefix.coming,
+        queued_tokens=load.queued_tokens,
+        queued_context=load.queued_context,
+        queued_own_tokens=load.queued_own_tokens,
+        queued_remote_tokens=load.queued_remote_tokens,
+        queued_disk_tokens=load.queued_disk_tokens,
+        queued_turns=load.queued_turns,
+        head_tokens=load.head_tokens,
+        head_s=load.head_s,
+        inflight=load.inflight,
+        waiting=standing.waiting,
+        running=standing.running,
+        recent_tokens=load.recent_tokens,
+        recent_pulled=load.recent_pulled,
+        held_tokens=load.held_tokens,
+        decoding_tokens=load.decoding_tokens,
+        capacity_tokens=standing.capacity_tokens,
+        turn_s=load.turn_s,
+        pressure=standing.pressure,
+        role=standing.role,
+        rank=standing.rank,
+        weight=standing.weight,
+        rates=rates,
+    )
+
+
+def pressure(
+    target: str, load: Load, sessions: Sessions, now: float, *, capacity_tokens: int, held_tokens: int
+) -> float:
+    """How likely what has to make room on `target` is to be wanted back soon, 0 to 1.
+
+    held_tokens: all that its cache holds. It counts from nine tenths of `capacity_tokens` on.
+    """
+    full = min(1.0, max(0.0, 10 * held_tokens / capacity_tokens - 9)) if capacity_tokens else 0.0
+    if not full:
+        return 0.0
+    added = (load.recent_tokens + load.queued_tokens + load.recent_pulled) * math.log(2) / HALF_LIFE_S
+    renewed_s = capacity_tokens / max(1.0, added)
+    return full * sessions.worth(target, held_tokens, now, renewed_s)
