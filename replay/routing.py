@@ -101,8 +101,10 @@ class PolicyChooser:
         ticket = self._ledger.sent(turn, chosen, now, keys=keys)
         full = keys[: prompt // self._size]
         known = self._sessions.find(turn.session, "", full)
-        size = {"tokens": prompt, "block_size": self._size}
-        self._tickets[job] = ticket, self._sessions.placed(known, "", full, chosen.target, now, **size)
+        stay = self._sessions.placed(
+            known, "", full, chosen.target, now, tokens=prompt, block_size=self._size
+        )
+        self._tickets[job] = ticket, stay
         return int(chosen.target[1:])
 
     def _report(self, now: float) -> list[Standing]:

@@ -49,8 +49,10 @@ FleetListener = Callable[[FleetEvent, Worker], None]
 def roles(prefill: Iterable[str], decode: Iterable[str]) -> dict[str, Role]:
     """By name or URL what workers are for; whoever is in both lists is for both."""
     computing, decoding = set(prefill), set(decode)
-    found: dict[str, Role] = dict.fromkeys(computing - decoding, "prefill")
-    return found | dict.fromkeys(decoding - computing, "decode")
+    found: dict[str, Role] = {}
+    found.update(dict.fromkeys(computing - decoding, "prefill"))
+    found.update(dict.fromkeys(decoding - computing, "decode"))
+    return found
 
 
 class Fleet:

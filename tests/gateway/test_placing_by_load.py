@@ -173,3 +173,81 @@ async def test_b047_an_explanation_shows_every_term_its_rates_and_the_margin_and
     async with gate.client.put(url, json=document, headers=ADMIN) as answer:
         assert answer.status == 200
     assert (await explained())["unit"] == "tokens"
+
+
+async def test_sessions_without_a_name_are_recognised_and_shown(peers, front, model: str) -> None:
+    gates = [Gate() for _ in range(2)]
+    for gate in gates:
+        gate.open.set()
+    fleet = [await peers(gate) for gate in gates]
+    for peer in fleet:
+        serve(peer, model)
+    front_ = await front(*fleet)
+    asked = [{"role": "user", "content": "A first question. " * 20}]
+
+    async def turn(messages: list[dict[str, str]], **headers: str) -> dict[str, Any]:
+        body = {"model": "m", "messages": messages}
+        url = front_.url + "/v1/chat/completions"
+        async with front_.client.post(url, json=body, headers=headers) as answer:
+            await answer.read()
+            request = answer.headers["x-request-id"]
+        async with front_.client.get(f"{front_.url}/admin/v1/decisions/{request}", headers=ADMIN) as answer:
+            return (await answer.json())["session"]
+
+    def more(text: str) -> list[dict[str, str]]:
+        return [
+            {"role": "assistant", "content": text * 20},
+            {"role": "user", "content": f"And then? {text * 20}"},
+        ]
+
+    first = await turn(asked)
+    assert (first["inferred"], first["new"], first["branch"]) == (True, True, False)
+    longer = [*asked, *more("One answer. ")]
+    second = await turn(longer)
+    assert (second["name"], second["new"], second["branch"]) == (first["name"], False, False)
+    agent = await turn([*asked, *more("Something else. ")])
+    assert (agent["name"], agent["branch"]) == (first["name"], True)
+    other = await turn([{"role": "user", "content": "Another task. " * 20}])
+    assert (other["new"], other["name"] != first["name"]) == (True, True)
+    named = await turn([*longer, *more("More. ")], **{"x-session-id": "mine"})
+    assert (named["name"], named["inferred"]) == ("mine", False)
+    # The end of a session that its client announces: nobody is expected back.
+    sessions = front_.gateway.router.sessions
+    alive = [c for c in sessions._all if not c.over]
+    await turn(
+        [*longer, *more("More. "), *more("Last. ")], **{"x-session-id": "mine", "x-session-end": "true"}
+    )
+    await front_.idle()
+    assert [c.name for c in sessions._all if c.over] == ["mine"]
+    assert len(alive) == 4
+
+
+async def test_roles_come_from_settings_and_the_admin_api_and_make_pairs(peers, front) -> None:
+    gates = [Gate() for _ in range(3)]
+    for gate in gates:
+        gate.open.set()
+    one, two, three = [await peers(gate) for gate in gates]
+    env = {"MOONGATE_WORKERS__PREFILL": one.url, "MOONGATE_WORKERS__DECODE": f"127.0.0.1:{two.port}"}
+    gate = await front(one, two, env=env)
+    admin = f"{gate.url}/admin/v1/workers"
+
+    async def roles() -> list[str]:
+        async with gate.client.get(admin, headers=ADMIN) as answer:
+            return [worker["role"] for worker in (await answer.json())["workers"]]
+
+    assert await roles() == ["prefill", "decode"]
+    async with gate.client.post(admin, json={"url": three.url, "role": "decode"}, headers=ADMIN) as answer:
+        assert (answer.status, (await answer.json())["role"]) == (201, "decode")
+    async with gate.client.post(gate.url + "/v1/chat/completions", json=chat("Hello")) as answer:
+        request = answer.headers["x-request-id"]
+    url = f"{gate.url}/admin/v1/decisions/{request}"
+    async with gate.client.get(url, headers=ADMIN) as answer:
+        decision = await answer.json()
+    # The decision has both legs; the whole turn goes to who computes.
+    assert (decision["target"], len(one.received)) == (f"127.0.0.1:{one.port}", 1)
+    assert decision["decode"] in (f"127.0.0.1:{two.port}", f"127.0.0.1:{three.port}")
+    for name, role, status in ((one.port, "both", 200), (one.port, "idle", 400)):
+        change = {"role": role}
+        async with gate.client.patch(f"{admin}/127.0.0.1:{name}", json=change, headers=ADMIN) as answer:
+            assert answer.status == status
+    assert (await roles())[0] == "both"

@@ -1,6 +1,7 @@
 """The policy of a running gateway: changed by version, tried, rolled back, kept over a restart."""
 
 import asyncio
+import hashlib
 import json
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -184,6 +185,38 @@ async def test_rules_go_by_alias_and_headers(policy: Policy) -> None:
         url = policy.gate.url + "/v1/chat/completions"
         async with policy.gate.client.post(url, json=sent, headers=headers) as answer:
             assert answer.headers["x-moongate-policy"] == expected
+
+
+async def test_rules_go_by_tenant_and_key_as_authenticated_and_never_show_the_key(
+    peers, front, env: dict[str, str], tmp_path: Path
+) -> None:
+    keys, log = tmp_path / "keys", tmp_path / "log"
+    keys.write_text("k-SENTINEL-1 name=ci-1 tenant=acme\nk-SENTINEL-2\n")
+    more = {
+        "MOONGATE_AUTH__API_KEYS_FILE": str(keys),
+        "MOONGATE_ROUTING__DECISION_LOG_PATH": str(log),
+    }
+    gate = await front(await peers(say_ok), env=env | more)
+    digest = hashlib.sha256(b"k-SENTINEL-2").hexdigest()[:12]
+    rules = [
+        {"match": {"tenant": ["acme"], "key": ["ci-*"]}, "policy": "random"},
+        {"match": {"key": [f"sha256:{digest}"]}, "policy": "round_robin"},
+    ]
+    assert (await Policy(gate).ask("PUT", body={"rules": rules}))[0] == 200
+    sent = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+    url = gate.url + "/v1/chat/completions"
+    # What a client says of itself counts for nothing.
+    for key, expected in (("k-SENTINEL-1", "random"), ("k-SENTINEL-2", "round_robin")):
+        headers = {"authorization": f"Bearer {key}", "x-tenant": "acme", "tenant": "acme"}
+        async with gate.client.post(url, json=sent, headers=headers) as answer:
+            assert answer.headers["x-moongate-policy"] == expected
+    async with gate.client.get(gate.url + "/admin/v1/decisions", headers=ADMIN) as answer:
+        assert "SENTINEL" not in await answer.text()
+    await gate.idle()
+    await gate.gateway.decision_file.close()
+    assert "SENTINEL" not in log.read_text()
+    facts = [json.loads(line)["facts"] for line in log.read_text().splitlines()]
+    assert [f["key"] for f in facts] == ["ci-1", f"sha256:{digest}"]
 
 
 class TestCommand:
