@@ -15,6 +15,7 @@ from collections.abc import Callable
 sys.path.pop(0)
 
 from policies import registry
+from policies.candidates import Standing, candidate
 from policies.document import Document, read
 from policies.ledger import Ledger
 from policies.plan import NO_FACTS, Plan
@@ -65,13 +66,14 @@ def filled(size: int, rounds: int) -> float:
     """Candidates made of the ledger's load and rates, as the gateway does for each decision."""
     ledger, names = Ledger(), [f"w{i}" for i in range(size)]
     for name in names[::2]:
+        for i in range(3):
+            ledger.sent(Turn(5000, 0.0), Candidate(name), 0.3 * i).first_token(0.3 * i + 0.25)
         ledger.sent(Turn(5000, 0.0), Candidate(name), 1.0)
 
     def make(i: int) -> list[Candidate]:
         now = 1.0 + i * 1e-3
         return [
-            Candidate(name, recent_tokens=ledger.load(name, now).recent_tokens, rates=ledger.rates(name, now))
-            for name in names
+            candidate(name, ledger.load(name, now), ledger.rates(name, now), Standing()) for name in names
         ]
 
     return median_us(make, rounds)

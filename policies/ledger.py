@@ -16,6 +16,8 @@ from policies.types import BELIEVED, Candidate, Rates, Turn
 
 # Where turns never stop queueing, so many of them make a sample; each alone would be off by how they overlap.
 _SAMPLE_TURNS: Final = 8
+# What others teach of a target is taken over so often: 10 us each.
+_RATES_S: Final = 1.0
 # What one turn counts in how long turns decode, and one report in what others hold: its turns may have ended
 # since it was made.
 _TURN_SHARE: Final = 0.1
@@ -86,6 +88,8 @@ class _Book:
     """One target's page."""
 
     __slots__ = (
+        "_rates",
+        "_rates_at",
         "alike",
         "decoding",
         "done",
@@ -107,6 +111,7 @@ class _Book:
         """alike: learns from all targets that are taken to be like this one."""
         self.alike = alike
         self.learner = Learner(alike.rates)
+        self._rates, self._rates_at = alike.rates, (-1, -math.inf)
         self.inflight = 0
         self.queued: dict[Ticket, None] = {}
         # Uncached and pulled tokens sent here, as of `recent_at`; both fade from then on.
@@ -124,6 +129,12 @@ class _Book:
         self.turn_s = 0.0
         # Tokens in use beyond what turns sent from here decode, below 0 where these share some.
         self.others = 0.0
+
+    def rates(self, now: float) -> Rates:
+        samples, at = self._rates_at
+        if samples != self.learner.samples or now - at > _RATES_S:
+            self._rates, self._rates_at = self.learner.among(self.alike), (self.learner.samples, now)
+        return self._rates
 
     def sent(self, ticket: Ticket, now: float) -> None:
         left = self._left(now)
@@ -252,7 +263,7 @@ class Ledger:
         """`group`: targets of one group are taken to be alike until they prove not to be."""
         book = self._books.get(target)
         if book is not None:
-            return book.learner.among(book.alike)
+            return book.rates(now)
         alike = self._alike.get(group)
         return self._prior if alike is None else alike.rates
 
@@ -296,7 +307,7 @@ class Ledger:
             and chosen.coming_tokens <= chosen.cached_tokens
             and chosen.waiting <= chosen.inflight + 1
         )
-        seconds = _seconds(work, book.learner.among(book.alike))
+        seconds = _seconds(work, book.rates(now))
         last = max((ticket.done_by for ticket in book.queued), default=now)
         ticket = Ticket(
             book,
