@@ -7,12 +7,13 @@ from typing import Any, Protocol
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.decisions import DecisionRecord, Outcome
+from gateway.decisions import DecisionRecord
 from gateway.divergence import Divergence
 from policies.compare import runner_up
 from policies.cost import TERMS, costs, predicted_ttft
 from policies.ledger import Load
 from policies.rates import InUnits
+from policies.recorded import Outcome
 from policies.sessions import Known
 from policies.types import Rates, Scored, Turn
 from store.mooncake_http import Drain
@@ -226,7 +227,7 @@ class CandidateView(Answer):
 
 
 class OutcomeView(Answer):
-    kind: str = Field(description="ok, error or cancelled.")
+    kind: str = Field(description="ok, error, cancelled, or moved: placed anew after its worker failed.")
     status: int
     cached_tokens: int | None = Field(description="What the worker reported; null if it did not.")
     ttft_s: float | None

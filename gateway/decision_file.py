@@ -1,4 +1,4 @@
-"""The decision log on disk: one JSON line a decision, written behind the turns' backs."""
+"""The decision log on disk: one JSON line a decision and how it ended, written behind the turns' backs."""
 
 import asyncio
 import errno
@@ -116,7 +116,8 @@ def _line(record: DecisionRecord) -> bytes | None:
     kept = {name: value for name, value in record.facts.headers.items() if name in plan.headers}
     placed = Placed(turn, msgspec.structs.replace(record.facts, headers=kept), record.decision)
     try:
-        return msgspec.json.encode(recorded(record.request_id, record.time, placed, plan.as_plain)) + b"\n"
+        line = recorded(record.request_id, record.time, placed, plan.as_plain, record.outcome)
+        return msgspec.json.encode(line) + b"\n"
     except (TypeError, ValueError):
         logger.exception("a decision can't be written as JSON")
         return None

@@ -2,30 +2,15 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 
 from gateway.divergence import PrefixReport
 from policies.plan import NO_FACTS, Facts, Plan
+from policies.recorded import Outcome
 from policies.sessions import NOBODY, Known
+from policies.shadow import Shadowed
 from policies.types import Decision, Turn
-
-OutcomeKind = Literal["ok", "error", "cancelled"]
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a turn ended.
-
-    status: HTTP status sent to the client, 0 if it left before one was.
-    cached_tokens: what the worker reported, None if it reported nothing. ttft_s: None without a first byte.
-    """
-
-    kind: OutcomeKind
-    status: int
-    cached_tokens: int | None = None
-    ttft_s: float | None = None
-    total_s: float = 0.0
 
 
 class DecisionRecord(msgspec.Struct):
@@ -35,6 +20,7 @@ class DecisionRecord(msgspec.Struct):
     prefix: where the prompt leaves its session's last one; None if it doesn't.
     session: the one that the turn belongs to. turn, facts: what was decided on,
     besides the decision's candidates. plan: what decided.
+    shadowed: what another policy would have done.
     The policy's Decision is kept as it is; turning it into text is left to whoever reads the record.
     """
 
@@ -53,6 +39,7 @@ class DecisionRecord(msgspec.Struct):
     turn: Turn | None = None
     facts: Facts = NO_FACTS
     plan: Plan | None = None
+    shadowed: Shadowed | None = None
 
     @property
     def predicted_cached_tokens(self) -> int:
@@ -63,7 +50,7 @@ class DecisionRecord(msgspec.Struct):
 class DecisionLog:
     """The newest `capacity` decisions by request id; a repeated id replaces the older record.
 
-    keep: is given each, and must return at once.
+    keep: is given each when it has ended, and must return at once.
     """
 
     def __init__(self, capacity: int = 1000, keep: Callable[[DecisionRecord], None] = lambda _: None) -> None:
@@ -80,12 +67,14 @@ class DecisionLog:
         self._records.move_to_end(record.request_id)
         if len(self._records) > self._capacity:
             self._records.popitem(last=False)
-        self._keep(record)
 
     def finish(self, record: DecisionRecord, outcome: Outcome) -> None:
         """Fill in how `record` ended, still in the ring or not. Once per record."""
         assert record.outcome is None
         record.outcome = outcome
+        if record.shadowed is not None:
+            record.shadowed.ended(outcome)
+        self._keep(record)
 
     def get(self, request_id: str) -> DecisionRecord | None:
         return self._records.get(request_id)

@@ -22,7 +22,7 @@ from policies.document import Document
 from policies.ledger import Ledger
 from policies.plan import NO_FACTS, Facts, Plan
 from policies.sessions import NOBODY, Known, Sessions
-from policies.shadow import Shadow
+from policies.shadow import Shadow, Shadowed
 from policies.types import Candidate, Decision, Turn
 from store.hashing import usable_tokens
 from store.knowledge import Held, Knowledge
@@ -124,6 +124,7 @@ class Placement(msgspec.Struct, frozen=True):
     lease: Charge
     turn: Turn
     plan: Plan
+    shadowed: Shadowed | None = None
 
 
 class Draws(Protocol):
@@ -328,9 +329,9 @@ class Router:
             last=sight.last,
         )
         self._number += 1
-        if self.shadow is not None:
-            self.shadow.observe(turn, candidates, sight.facts, decision)
-        return Placement(decision, target, chosen, Charge(lease, ticket, stay), turn, plan)
+        shadow = self.shadow
+        shadowed = shadow.observe(turn, candidates, sight.facts, decision) if shadow else None
+        return Placement(decision, target, chosen, Charge(lease, ticket, stay), turn, plan, shadowed)
 
     def _overloaded(self, prompt_tokens: int) -> Overloaded:
         wait_s = self._fleet.leases.wait_s(turns=1, tokens=prompt_tokens)

@@ -15,7 +15,7 @@ from gateway.auth import NO_KEY, ClientKey
 from gateway.bodies import Bodies
 from gateway.breaks import PrefixBreaks
 from gateway.deadline import Deadline
-from gateway.decisions import DecisionLog, DecisionRecord, Outcome, OutcomeKind
+from gateway.decisions import DecisionLog, DecisionRecord
 from gateway.divergence import PrefixReport
 from gateway.exchange import ClientGone, Exchange, Headers, Receive, Scope, Send
 from gateway.headers import for_client, for_worker
@@ -30,6 +30,7 @@ from gateway.stored import StoredResponses
 from gateway.tokens_in import with_tokens
 from gateway.transport import Transport, UpstreamError, UpstreamResponse
 from gateway.usage import AnswerTail, parse_usage
+from policies.recorded import Outcome, OutcomeKind
 from workers.fleet import Fleet
 
 logger = logging.getLogger(__name__)
@@ -403,6 +404,9 @@ class TurnApp:
         """Put the decision on record; a turn that is placed anew keeps only its last one."""
         sight, decision, chosen = turn.sight, placement.decision, placement.chosen
         assert sight is not None
+        if turn.record is not None:
+            elapsed = time.perf_counter() - turn.started
+            self._decisions.finish(turn.record, Outcome(kind="moved", status=0, total_s=elapsed))
         turn.record = DecisionRecord(
             turn.exchange.request_id,
             time.time(),
@@ -418,6 +422,7 @@ class TurnApp:
             turn=placement.turn,
             facts=sight.facts,
             plan=placement.plan,
+            shadowed=placement.shadowed,
         )
         self._decisions.add(turn.record)
         seconds = time.perf_counter() - turn.started
@@ -442,7 +447,15 @@ class TurnApp:
         usage = parse_usage(turn.tail.content()) if turn.outcome == "ok" and parsed.one_sequence else None
         cached = usage.cached_tokens if usage else None
         total = time.perf_counter() - turn.started
-        self._decisions.finish(turn.record, Outcome(turn.outcome, turn.status, cached, ttft, total))
+        outcome = Outcome(
+            kind=turn.outcome,
+            status=turn.status,
+            cached_tokens=cached,
+            ttft_s=ttft,
+            total_s=total,
+            streams=parsed.stream,
+        )
+        self._decisions.finish(turn.record, outcome)
         target = turn.record.decision.target
         if cached is not None and turn.sight is not None and target is not None:
             self._learning.answered(turn.record.request_id, turn.sight, target, cached)

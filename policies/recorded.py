@@ -1,7 +1,7 @@
 """A decision as it is written down, with all that is needed to make it again."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -27,11 +27,30 @@ class Decided(msgspec.Struct, frozen=True):
         return cls(d.target, d.action, d.reason, d.policy, d.rule, d.guards, d.decode)
 
 
+OutcomeKind = Literal["ok", "error", "cancelled", "moved"]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a turn ended. moved: its worker failed, and it was placed anew.
+
+    status: HTTP status sent to the client, 0 if it left before one was.
+    cached_tokens: what the worker reported, None if it reported nothing. ttft_s: None without a first byte;
+    of an answer that does not stream, that is its end.
+    """
+
+    kind: OutcomeKind
+    status: int
+    cached_tokens: int | None = None
+    ttft_s: float | None = None
+    total_s: float = 0.0
+    streams: bool = False
+
+
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a decision log.
 
     id: of the request. time: Unix seconds. document: the policy document that was in force, as JSON.
-    candidates: as they were before rules and guards.
+    candidates: as they were before rules and guards. outcome: None where it is not known.
     """
 
     id: str
@@ -41,6 +60,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     facts: Facts
     candidates: tuple[Candidate, ...]
     document: msgspec.Raw
+    outcome: Outcome | None = None
 
     @property
     def placed(self) -> Placed:
@@ -49,7 +69,13 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
         return Placed(self.turn, self.facts, decision)
 
 
-def recorded(id: str, time: float, placed: Placed, document: Mapping[str, Any]) -> Recorded:  # noqa: A002
+def recorded(
+    id: str,  # noqa: A002
+    time: float,
+    placed: Placed,
+    document: Mapping[str, Any],
+    outcome: Outcome | None = None,
+) -> Recorded:
     return Recorded(
         id=id,
         time=time,
@@ -58,4 +84,5 @@ def recorded(id: str, time: float, placed: Placed, document: Mapping[str, Any]) 
         facts=placed.facts,
         candidates=tuple(as_given(placed.decision.candidates)),
         document=msgspec.Raw(msgspec.json.encode(document)),
+        outcome=outcome,
     )

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from policies.compare import Comparison
+from policies.cost import costs, predicted_ttft
 from policies.document import BadDocument, read
 from policies.plan import Plan
 from policies.recorded import Decided, Recorded
@@ -34,9 +35,14 @@ class Difference:
 
 @dataclass(slots=True)
 class Found:
-    """first: the first difference. cut: the number of a last line that is not whole, and was left out."""
+    """measured: streamed turns that were answered, with the sums of their times to first token, as measured
+    and as expected. first: the first difference. cut: the number of a last line that is not whole.
+    """
 
     others: Mapping[str, Comparison]
+    measured: int = 0
+    ttft_s: float = 0.0
+    expected_s: float = 0.0
     decisions: int = 0
     equal: int = 0
     first: Difference | None = None
@@ -62,12 +68,22 @@ def decide_again(path: Path, plans: Mapping[str, Plan]) -> Found:
             found.equal += 1
         elif found.first is None:
             found.first = Difference(number, recorded.id, recorded.decided, now)
+        _measure(found, recorded)
         for name, other in plans.items():
             after = other.decide(recorded.turn, recorded.candidates, recorded.facts)
             found.others[name].add(recorded.turn, then.decision, after)
     if not found.decisions:
         raise BadDecisions(f"{path}: no decisions")
     return found
+
+
+def _measure(found: Found, recorded: Recorded) -> None:
+    ended, chosen = recorded.outcome, recorded.placed.decision.chosen
+    if ended is None or ended.kind != "ok" or not ended.streams or ended.ttft_s is None or chosen is None:
+        return
+    found.measured += 1
+    found.ttft_s += ended.ttft_s
+    found.expected_s += predicted_ttft(costs(recorded.turn, chosen))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -88,6 +104,11 @@ def as_text(found: Found) -> str:
     if first := found.first:
         lines.append(f"the first that is not is in line {first.line}, of request {first.id}:")
         lines += [f"  {when}: {_shown(each)}" for when, each in (("then", first.then), ("now", first.now))]
+    if found.measured:
+        ttft, expected = (s / found.measured * 1e3 for s in (found.ttft_s, found.expected_s))
+        lines.append(
+            f"{found.measured} streamed answers: time to first token {ttft:.1f} ms, {expected:.1f} expected"
+        )
     if found.cut is not None:
         lines.append(f"line {found.cut}, the last one, is cut off and left out")
     return "\n".join([*lines, *(_compared(name, other) for name, other in found.others.items())])

@@ -11,7 +11,7 @@ from gateway.admin import AdminParts, build_admin, guess_api
 from gateway.admin_views import PoolAnswer
 from gateway.audit import Audit
 from gateway.auth import AdminToken, ClientKeys, Guard
-from gateway.decisions import DecisionLog, DecisionRecord, Outcome
+from gateway.decisions import DecisionLog, DecisionRecord
 from gateway.drains import Drains
 from gateway.errors import InvalidRequest
 from gateway.index_view import IndexAnswer, SnapshotView, index_entries
@@ -21,6 +21,7 @@ from gateway.settings import Settings, load
 from gateway.trust import Trust
 from policies.document import Document
 from policies.ledger import Ledger
+from policies.recorded import Outcome
 from policies.types import Candidate, Decision, Turn
 from store.groups import NEVER
 from workers.fleet import Fleet
@@ -204,7 +205,9 @@ async def test_decisions_and_their_outcome(gateway: Gateway) -> None:
     first, second = record("r1"), record("r/2")
     gateway.decisions.add(first)
     gateway.decisions.add(second)
-    gateway.decisions.finish(first, Outcome("ok", 200, 64, 0.25, 1.0))
+    gateway.decisions.finish(
+        first, Outcome(kind="ok", status=200, cached_tokens=64, ttft_s=0.25, total_s=1.0)
+    )
     listed = (await gateway.ask("GET", "/decisions?limit=1")).json()["decisions"]
     assert [d["request_id"] for d in listed] == ["r/2"]
     shown = (await gateway.ask("GET", "/decisions/r1")).json()

@@ -93,6 +93,11 @@ async def test_a_log_of_live_turns_is_decided_alike_and_tried_on_others(
     assert len(content.splitlines()) == 12
     assert b"secret" not in content
     assert b"key-of-a-client" not in content
+    outcomes = [msgspec.json.decode(line, type=Recorded).outcome for line in content.splitlines()]
+    for outcome in outcomes:
+        assert outcome is not None
+        assert (outcome.kind, outcome.status) == ("ok", 200)
+        assert 0 < (outcome.ttft_s or 0) <= outcome.total_s
     code, out, _ = await replayed(str(path), "--policy", "round_robin", "--policy", "longest_prefix")
     assert (code, out.splitlines()[0]) == (0, "12 of 12 decisions are equal")
     assert "round_robin: " in out
@@ -104,6 +109,41 @@ async def test_a_log_of_live_turns_is_decided_alike_and_tried_on_others(
     code, out, _ = await replayed(str(path))
     assert (code, out.splitlines()[0]) == (1, "12 of 13 decisions are equal")
     assert "the first that is not is in line 13" in out
+
+
+async def test_a_turn_that_fails_and_is_placed_anew_has_a_line_for_each_try(
+    peers: Callable, front: Callable, tmp_path: Path
+) -> None:
+    async def fail(_: Received, connection: Connection) -> None:
+        await connection.answer(500, b"{}", "content-type: application/json")
+
+    async def stream(_: Received, connection: Connection) -> None:
+        usage = b'{"prompt_tokens":9,"completion_tokens":1,"prompt_tokens_details":{"cached_tokens":4}}'
+        await connection.start_stream()
+        await connection.chunk(b'data: {"choices":[],"usage":' + usage + b"}\n\n")
+        await connection.chunk(b"data: [DONE]\n\n")
+        await connection.end_stream()
+
+    path = tmp_path / "log"
+    env = {
+        "MOONGATE_ROUTING__DECISION_LOG_PATH": str(path),
+        "MOONGATE_ROUTING__POLICY_PATH": "",
+        "MOONGATE_ROUTING__POLICY": "round_robin",
+    }
+    gate = await front(await peers(fail), await peers(stream), env=env)
+    for _ in range(2):
+        sent = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "Hello"}]}
+        async with gate.client.post(f"{gate.url}/v1/chat/completions", json=sent) as answer:
+            await answer.read()
+    await gate.idle()
+    await gate.gateway.decision_file.close()
+    lines = [msgspec.json.decode(line, type=Recorded) for line in path.read_bytes().splitlines()]
+    tries = [(each.outcome.kind, each.outcome.cached_tokens) for each in lines if each.outcome]
+    assert sorted(set(tries), key=str) == [("moved", None), ("ok", 4)]
+    assert len(tries) == len(lines)
+    code, out, _ = await replayed(str(path))
+    assert code == 0
+    assert "2 streamed answers: time to first token " in out
 
 
 async def test_a_gateway_without_turns_ends_at_once_and_leaves_no_file(
