@@ -181,6 +181,7 @@ class CandidateView(Answer):
     queued_tokens: int
     recent_tokens: float = Field(description="Uncached tokens of turns before, half as much each minute.")
     inflight: int
+    foreign: float = Field(description="Turns that others sent there, as the worker's reports say.")
     waiting: float
     held_tokens: int = Field(description="Context of turns under way there.")
     capacity_tokens: int = Field(description="What its cache holds; 0 if not known.")
@@ -214,6 +215,7 @@ class CandidateView(Answer):
             queued_tokens=candidate.queued_tokens,
             recent_tokens=round(candidate.recent_tokens, 1),
             inflight=candidate.inflight,
+            foreign=round(candidate.foreign, 1),
             waiting=candidate.waiting,
             held_tokens=candidate.held_tokens,
             capacity_tokens=candidate.capacity_tokens,

@@ -360,9 +360,11 @@ class Router:
         for target in self._fleet.targets():
             name, report = target.name, target.worker.report
             capacity = report.blocks * report.block_size
+            ranks = len(target.worker.targets)
+            requests = (report.running + report.waiting) / ranks
+            self._ledger.reported(name, int(report.kv_usage * capacity), requests)
             if not capacity:
                 continue
-            self._ledger.reported(name, int(report.kv_usage * capacity))
             found[name] = (
                 capacity,
                 pressure(

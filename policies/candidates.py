@@ -61,6 +61,7 @@ def candidate(
         load.head_tokens,
         load.head_s,
         load.inflight,
+        load.foreign,
         standing.waiting,
         standing.running,
         load.recent_tokens,

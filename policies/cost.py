@@ -53,7 +53,7 @@ def costs(turn: Turn, candidate: Candidate, recent_weight: float = RECENT_WEIGHT
     if computed < 0:
         computed = 0
     prefill = computed * (prefill_s + growth_s * (prompt - computed * 0.5))
-    decoding = c.running if c.running > c.inflight else c.inflight
+    decoding = c.running if c.running > c.inflight + c.foreign else c.inflight + c.foreign
     # Those that wait now will decode by the time this one is computed.
     decode = decoding * rates.decode_s * (1 + computed / STEP_TOKENS)
     eviction = 0.0

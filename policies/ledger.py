@@ -21,7 +21,7 @@ _RATES_S: Final = 1.0
 # What one turn counts in how long turns decode, and one report in what others hold: its turns may have ended
 # since it was made.
 _TURN_SHARE: Final = 0.1
-_REPORT_SHARE: Final = 0.3
+_REPORT_SHARE: Final = 0.5
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
@@ -36,6 +36,7 @@ class Load(msgspec.Struct, frozen=True, gc=False):
     head_tokens: int = 0
     head_s: float = 0.0
     inflight: int = 0
+    foreign: float = 0.0
     recent_tokens: float = 0.0
     recent_pulled: float = 0.0
     held_tokens: int = 0
@@ -98,7 +99,6 @@ class _Book:
         "inflight",
         "learner",
         "opens",
-        "others",
         "queued",
         "recent",
         "recent_at",
@@ -127,8 +127,6 @@ class _Book:
         # Context of turns under way, and that of those which decode; seconds for which one decodes.
         self.held = self.decoding = 0
         self.turn_s = 0.0
-        # Tokens in use beyond what turns sent from here decode, below 0 where these share some.
-        self.others = 0.0
 
     def rates(self, now: float) -> Rates:
         samples, at = self._rates_at
@@ -198,14 +196,14 @@ class _Book:
                 most = _shared(theirs, keys)
         return most
 
-    def load(self, now: float) -> Load:
+    def load(self, now: float, others: "_Others") -> Load:
         left = self._left(now)
         recent, pulled = self.recent * left, self.recent_pulled * left
-        # What others hold here is known from what the worker last said; what is shared counts once.
-        decoding = max(0, self.decoding + int(self.others))
+        decoding = max(0, self.decoding + int(others.tokens))
         if not self.queued:
             return Load(
                 inflight=self.inflight,
+                foreign=max(0.0, others.turns),
                 recent_tokens=recent,
                 recent_pulled=pulled,
                 held_tokens=decoding,
@@ -236,6 +234,7 @@ class _Book:
             int(head),
             max(0.0, now - self.head_since),
             self.inflight,
+            max(0.0, others.turns),
             max(0.0, recent - tokens),
             pulled,
             decoding + self.held - self.decoding,
@@ -244,7 +243,19 @@ class _Book:
         )
 
 
+class _Others(msgspec.Struct, frozen=True, gc=False):
+    """What a target has under way beyond what was sent from here, as its last reports say.
+
+    tokens: of its cache; below 0 where turns sent from here share some. turns: not ended; below 0 where the
+    report was made before some of ours were sent.
+    """
+
+    tokens: float = 0.0
+    turns: float = 0.0
+
+
 _NOTHING = Load()
+_NO_OTHERS = _Others()
 
 
 class Ledger:
@@ -254,10 +265,16 @@ class Ledger:
         self._prior = prior
         self._books: dict[str, _Book] = {}
         self._alike: dict[str, Learner] = {}
+        self._others: dict[str, _Others] = {}
 
     def load(self, target: str, now: float) -> Load:
-        book = self._books.get(target)
-        return _NOTHING if book is None else book.load(now)
+        book, others = self._books.get(target), self._others.get(target, _NO_OTHERS)
+        if book is not None:
+            return book.load(now, others)
+        if others is _NO_OTHERS:
+            return _NOTHING
+        used = max(0, int(others.tokens))
+        return Load(foreign=max(0.0, others.turns), held_tokens=used, decoding_tokens=used)
 
     def rates(self, target: str, now: float, group: str = "") -> Rates:
         """`group`: targets of one group are taken to be alike until they prove not to be."""
@@ -321,15 +338,19 @@ class Ledger:
         book.sent(ticket, now)
         return ticket
 
-    def reported(self, target: str, used_tokens: int) -> None:
-        """The worker says that requests under way use so much of its cache."""
-        book = self._books.get(target)
-        if book is not None:
-            book.others += (used_tokens - book.decoding - book.others) * _REPORT_SHARE
+    def reported(self, target: str, used_tokens: int, requests: float) -> None:
+        """The worker says that so many requests are under way, and use so much of its cache."""
+        book, before = self._books.get(target), self._others.get(target, _NO_OTHERS)
+        own_tokens, own_turns = (0, 0) if book is None else (book.decoding, book.inflight)
+        self._others[target] = _Others(
+            before.tokens + (used_tokens - own_tokens - before.tokens) * _REPORT_SHARE,
+            before.turns + (requests - own_turns - before.turns) * _REPORT_SHARE,
+        )
 
     def forget(self, target: str) -> None:
         """It is gone, or another process: what it did and how fast is void. Open tickets end harmlessly."""
         self._books.pop(target, None)
+        self._others.pop(target, None)
 
     def targets(self) -> Iterable[str]:
         return self._books.keys()

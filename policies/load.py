@@ -7,14 +7,15 @@ from policies.types import Candidate, Decision, Policy, Turn, action_of
 
 
 def load_key(candidate: Candidate) -> tuple[float, float, float, float]:
-    """Own leases first (exact and current), what the worker reports (scraped), what it got lately.
+    """Own leases first (exact and current) with the turns of others (known from reports, so only whole ones),
+    what the worker has waiting (scraped), what it got lately.
 
     The last spreads turns that come one at a time, when nothing is ever under way to be seen.
     """
     weight = candidate.weight
     return (
         candidate.queued_tokens / weight,
-        candidate.inflight / weight,
+        (candidate.inflight + int(candidate.foreign)) / weight,
         candidate.waiting / weight,
         candidate.recent_tokens / weight,
     )

@@ -74,7 +74,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     by source.
     queued_turns: these turns.
     head_tokens, head_s: the oldest of them: its uncached tokens, and for how many seconds it has been first.
-    inflight: turns sent there that have not ended.
+    inflight: turns sent there that have not ended. foreign: those that others sent, another gateway, say.
     waiting, running: requests as the worker itself reports them (scraped, so a little old).
     recent_tokens, recent_pulled: uncached and pulled tokens of turns whose first token has come, each
     counting less with every second.
@@ -101,6 +101,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     head_tokens: int = 0
     head_s: float = 0.0
     inflight: int = 0
+    foreign: float = 0.0
     waiting: float = 0.0
     running: float = 0.0
     recent_tokens: float = 0.0

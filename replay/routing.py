@@ -113,7 +113,11 @@ class PolicyChooser:
         for name, each, blocks in zip(self._names, self._instances, self._capacities, strict=True):
             engine, capacity = each.prefill.engine, blocks * self._size
             if self._decodes:
-                self._ledger.reported(name, (engine.cache.capacity - engine.cache.free) * self._size)
+                self._ledger.reported(
+                    name,
+                    (engine.cache.capacity - engine.cache.free) * self._size,
+                    engine.waiting + engine.running,
+                )
             pressed = pressure(
                 name,
                 self._ledger.load(name, now),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -251,3 +252,42 @@ async def test_roles_come_from_settings_and_the_admin_api_and_make_pairs(peers, 
         async with gate.client.patch(f"{admin}/127.0.0.1:{name}", json=change, headers=ADMIN) as answer:
             assert answer.status == status
     assert (await roles())[0] == "both"
+
+
+def metrics(running: int) -> bytes:
+    return f'{METRICS}vllm:num_requests_running{{engine="0"}} {running}.0\n'.encode()
+
+
+async def test_b045_two_gateways_see_each_others_turns_and_no_longer_than_these_last(peers, front) -> None:
+    gates = [Gate() for _ in range(2)]
+    one, two = [await peers(gate) for gate in gates]
+    first, second = await front(one, two), await front(one, two)
+    two.pages["/metrics"] = one.pages["/metrics"] = metrics(0)
+    url = "http://127.0.0.1:{}/v1/chat/completions"
+    first.gateway.fleet.cordon(f"127.0.0.1:{two.port}", True)
+    held = [
+        asyncio.create_task(first.client.post(url.format(first.port), json=chat(f"{i}?"))) for i in range(20)
+    ]
+    await first.until(lambda: len(one.received) == 20)
+    one.pages["/metrics"] = metrics(20)
+    name = f"127.0.0.1:{one.port}"
+
+    async def seen(condition: Callable[[float], bool]) -> None:
+        """Until a decision there would go by as many turns of others as `condition` wants."""
+        async with asyncio.timeout(20):
+            while True:
+                second.gateway.router._full_at = 0.0  # reports are taken over once a second
+                explain = f"{second.url}/admin/v1/explain"
+                async with second.client.post(explain, json=chat("Where?"), headers=ADMIN) as answer:
+                    shown = (await answer.json())["candidates"]
+                if condition(next(c["foreign"] for c in shown if c["target"] == name)):
+                    return
+
+    await seen(lambda turns: turns > 19)
+    held.append(asyncio.create_task(second.client.post(url.format(second.port), json=chat("Where?"))))
+    await second.until(lambda: len(one.received) + len(two.received) == 21)
+    assert len(two.received) == 1
+    for task in held:
+        task.cancel()
+    one.pages["/metrics"] = metrics(0)
+    await seen(lambda turns: turns < 1)

@@ -269,6 +269,44 @@ class TestLedger:
         ticket.first_token(1.0)
         assert ledger.coming("w", [1, 2, 3]) == 0
 
+    def test_b045_what_other_gateways_sent_is_known_from_the_workers_reports(self) -> None:
+        gateways = [Ledger(), Ledger()]
+        stays = [[g.sent(Turn(1000, 0.0), Candidate("w"), 0.0) for _ in range(20)] for g in gateways]
+        for ticket in (*stays[0], *stays[1]):
+            ticket.first_token(1.0)
+
+        def reports(requests: int) -> None:
+            for _ in range(20):
+                for gateway in gateways:
+                    gateway.reported("w", 1000 * requests, requests)
+
+        reports(40)
+        for gateway in gateways:
+            load = gateway.load("w", 2.0)
+            assert load.inflight + load.foreign == pytest.approx(40, abs=0.1)
+            assert load.held_tokens == pytest.approx(40_000, rel=0.01)
+        # A gateway that is killed tells nobody; its turns end with its connections, and what is known too.
+        reports(20)
+        load = gateways[0].load("w", 3.0)
+        assert load.inflight + load.foreign == pytest.approx(20, abs=0.1)
+        # Who has sent nothing there sees it all the same.
+        newcomer = Ledger()
+        for _ in range(20):
+            newcomer.reported("w", 20_000, 20)
+        assert newcomer.load("w", 3.0).foreign == pytest.approx(20, abs=0.1)
+        assert newcomer.load("w", 3.0).held_tokens == pytest.approx(20_000, rel=0.01)
+
+    def test_a_head_that_turns_share_is_held_once(self) -> None:
+        ledger = Ledger()
+        for _ in range(10):
+            ledger.sent(Turn(1000, 0.0), Candidate("w", local_tokens=900), 0.0).first_token(0.1)
+        assert ledger.load("w", 0.2).held_tokens == 10_000
+        for _ in range(20):
+            ledger.reported("w", 1900, 10)
+        assert ledger.load("w", 0.2).held_tokens == pytest.approx(1900, rel=0.01)
+        ledger.sent(Turn(1000, 0.0), Candidate("w", local_tokens=900), 0.2)
+        assert ledger.load("w", 0.2).held_tokens == pytest.approx(2900, rel=0.01)
+
 
 def test_a_busy_target_does_not_seem_faster_for_first_steps_that_overlap() -> None:
     """1.3 s that every turn takes, many at once: HTTP, tokenizing, a hand-over to decode."""
