@@ -1,0 +1,62 @@
+"""Long prompts that nobody has seen before: what else the gateway does goes on meanwhile."""
+
+import asyncio
+import json
+import sysconfig
+import time
+from pathlib import Path
+
+from peer import ADMIN, Connection, Peer, Received
+from workers.launch.tiny_model import make_tiny_model
+
+METRICS = b'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
+CHARACTERS = 500_000
+# In flight at once, each of 128K tokens and more.
+PROMPTS = 8
+
+
+async def say_ok(request: Received, connection: Connection) -> None:
+    await connection.answer(200, b'{"id": "1", "choices": []}')
+
+
+def texts() -> list[bytes]:
+    """Completions bodies without a line in common."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    text = "".join(path.read_text("utf-8", "ignore") for path in files[:400])
+    parts = (text[at * CHARACTERS : (at + 1) * CHARACTERS] for at in range(PROMPTS))
+    return [json.dumps({"model": "m", "prompt": part, "max_tokens": 1}).encode() for part in parts]
+
+
+async def test_health_answers_within_50_ms_while_eight_long_prompts_are_tokenized(
+    peers, front, tmp_path: Path
+) -> None:
+    peer: Peer = await peers(say_ok)
+    card = {"id": "m", "root": str(make_tiny_model(tmp_path / "tiny")), "max_model_len": 200_000}
+    peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [card]}).encode()
+    peer.pages["/metrics"] = METRICS
+    gate = await front(peer)
+    bodies = texts()
+    waits: list[float] = []
+
+    async def ask(body: bytes) -> int:
+        async with gate.client.post(f"{gate.url}/v1/completions", data=body, headers=ADMIN) as answer:
+            assert answer.status == 200
+            return int(answer.headers["x-moongate-prompt-tokens"])
+
+    # Whoever loads the tokenizer does so before the clock runs.
+    await ask(json.dumps({"model": "m", "prompt": "x"}).encode())
+    asked = [asyncio.create_task(ask(body)) for body in bodies]
+    while not all(task.done() for task in asked):
+        began = time.perf_counter()
+        async with gate.client.get(f"{gate.url}/health") as answer:
+            assert answer.status == 200
+        waits.append(time.perf_counter() - began)
+    found = [await task for task in asked]
+    waits.sort()
+    print(
+        f"{found} tokens, {len(waits)} answers, median {waits[len(waits) // 2]:.4f} s, worst {waits[-1]:.4f} s"
+    )
+    # On a busy machine the last ones may take too long, and are placed by load.
+    assert max(found) >= 128_000
+    # This test's client works on the same loop: of twenty answers one may have waited for that.
+    assert waits[len(waits) * 19 // 20] < 0.05
