@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from gateway import errors
-from gateway.bodies import Bodies
+from gateway.bodies import Bodies, ListField
 from gateway.exchange import Headers
 from gateway.forms import field_span
 from gateway.sessions import named_in_body
@@ -84,49 +85,37 @@ class ParsedTurn(msgspec.Struct, frozen=True):
         return gap + b"data: " + errors.body(error, "openai") + b"\n\n"
 
 
-class _Chat(msgspec.Struct):
-    """The least that a chat body must be; whatever else is wrong with it the worker says better."""
+class _Head(msgspec.Struct):
+    """What places a turn of any API, whether or not anybody looks at its prompt."""
 
     model: str
-    messages: list[dict[str, Any]]
     stream: bool | None = None
-    n: int | None = None
-    echo: bool | None = None
-    prompt_logprobs: int | None = None
     kv_transfer_params: Any = None
-
-
-class _ChatTurn(ChatPrompt, kw_only=True):
-    """A chat body in one pass: its prompt, and what else decides about the turn."""
-
-    model: str
-    messages: list[dict[str, Any]]  # pyright: ignore[reportIncompatibleVariableOverride]
-    stream: bool | None = None
-    n: int | None = None
-    echo: bool | None = None
-    prompt_logprobs: int | None = None
-    kv_transfer_params: Any = None
+    previous_response_id: Any = None
     metadata: Any = None
     session_id: Any = None
     prompt_cache_key: Any = None
 
 
+class _Chat(msgspec.Struct):
+    """The least that a chat body must be; whatever else is wrong with it the worker says better."""
+
+    messages: list[dict[str, Any]]
+    n: int | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+
+
 class _Completion(msgspec.Struct):
     """The least that a completions body must be."""
 
-    model: str
     prompt: str | list[str | int | list[int]] | None = None
-    stream: bool | None = None
     n: int | None = None
     best_of: int | None = None
     use_beam_search: bool | None = None
     echo: bool | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    kv_transfer_params: Any = None
-    metadata: Any = None
-    session_id: Any = None
-    prompt_cache_key: Any = None
 
 
 class _CompletionShape(msgspec.Struct):
@@ -138,57 +127,16 @@ class _CompletionShape(msgspec.Struct):
     cache_salt: str | None = None
 
 
-class _MessagesTurn(MessagesPrompt, kw_only=True):
-    """A /v1/messages body in one pass."""
-
-    model: str
-    messages: list[dict[str, Any]]  # pyright: ignore[reportIncompatibleVariableOverride]
-    stream: bool | None = None
-    kv_transfer_params: Any = None
-    metadata: Any = None
-    session_id: Any = None
-    prompt_cache_key: Any = None
-
-
 class _Messages(msgspec.Struct):
     """The least that a messages body must be."""
 
-    model: str
     messages: list[dict[str, Any]]
-    stream: bool | None = None
-    kv_transfer_params: Any = None
-
-
-class _ResponsesTurn(ResponsesPrompt, kw_only=True):
-    """A /v1/responses body in one pass."""
-
-    model: str
-    stream: bool | None = None
-    kv_transfer_params: Any = None
-    metadata: Any = None
-    session_id: Any = None
-    prompt_cache_key: Any = None
 
 
 class _Responses(msgspec.Struct):
     """The least that a responses body must be."""
 
-    model: str
     input: str | list[Any]
-    stream: bool | None = None
-    kv_transfer_params: Any = None
-
-
-class _Head(msgspec.Struct):
-    """What places a turn whose prompt nobody looks at; a third of what reading the messages takes."""
-
-    model: str
-    stream: bool | None = None
-    kv_transfer_params: Any = None
-    previous_response_id: str | None = None
-    metadata: Any = None
-    session_id: Any = None
-    prompt_cache_key: Any = None
 
 
 class _Other(msgspec.Struct):
@@ -224,7 +172,7 @@ def parse(
             )
         try:
             if not prompts or is_vast(body):
-                return _head(_API_OF[path], body, "too_many_parts" if prompts else "off")
+                return _placed(_API_OF[path], body, "too_many_parts" if prompts else "off")
             return reader(body, bodies or Bodies(0))
         except errors.InvalidRequest as error:
             if error.message == _NO_JSON and _is_another_kind(content_type, body):
@@ -237,95 +185,69 @@ def parse(
     return _other(body, content_type)
 
 
-def _chat(body: bytes, bodies: Bodies) -> ParsedTurn:
-    head: _Chat | _ChatTurn
-    prompt: ChatPrompt | None
-    try:
-        head = prompt = bodies.read(body, _ChatTurn, "messages")
-    except _UNREADABLE:
-        head, prompt = _decode(body, _Chat), None
+def _placed(api: Api, rest: bytes, unknown: str = "invalid") -> ParsedTurn:
+    """A turn as its head has it: of its prompt nothing is known."""
+    head = _decode(rest, _Head)
     _refuse_transfer(head.kv_transfer_params)
-    return ParsedTurn(
-        "chat",
-        head.model,
-        prompt,
-        "" if prompt is not None else "invalid",
-        session=_session(head) if isinstance(head, _ChatTurn) else "",
-        reads_cache=head.prompt_logprobs is None and not head.echo,
-        one_sequence=(head.n or 1) == 1,
-        stream=bool(head.stream),
-    )
-
-
-def _completion(body: bytes, _: Bodies) -> ParsedTurn:
-    head = _decode(body, _Completion)
-    _refuse_transfer(head.kv_transfer_params)
-    prompts = _prompts(head.prompt)
-    prompt = _shaped(body, prompts[0]) if prompts else None
-    single = (
-        (head.n or 1) == 1 and (head.best_of or 1) == 1 and not head.use_beam_search and len(prompts) == 1
-    )
-    return ParsedTurn(
-        "completions",
-        head.model,
-        prompt,
-        "" if prompt is not None else "invalid",
-        session=_session(head),
-        reads_cache=head.prompt_logprobs is None and not (head.echo and head.logprobs is not None),
-        one_sequence=single,
-        stream=bool(head.stream),
-    )
-
-
-def _messages(body: bytes, bodies: Bodies) -> ParsedTurn:
-    return _whole("messages", body, _Messages, lambda: bodies.read(body, _MessagesTurn, "messages"))
-
-
-def _responses(body: bytes, bodies: Bodies) -> ParsedTurn:
-    return _whole("responses", body, _Responses, lambda: bodies.read(body, _ResponsesTurn, "input"))
-
-
-def _head(api: Api, body: bytes, unknown: str) -> ParsedTurn:
-    head = _decode(body, _Head)
-    _refuse_transfer(head.kv_transfer_params)
+    session = named_in_body(head.metadata, head.session_id, head.prompt_cache_key)
     earlier = head.previous_response_id if api == "responses" else None
     return ParsedTurn(
         api,
         head.model,
         unknown=unknown,
-        session=_session(head),
-        response_id=earlier or "",
+        session=session,
+        response_id=earlier if isinstance(earlier, str) else "",
         stream=bool(head.stream),
     )
 
 
-def _whole(
-    api: Api,
-    body: bytes,
-    least: type[_Messages | _Responses],
-    whole: Callable[[], _MessagesTurn | _ResponsesTurn],
-) -> ParsedTurn:
-    """A body whose prompt is the body itself; one that is only the least it must be has an unknown prompt."""
+def _read(body: bytes, bodies: Bodies, kind: type[S], name: ListField) -> tuple[S | None, bytes]:
+    """The prompt of a body, None where only a worker can say what is wrong with it; and the rest of it."""
     try:
-        turn = whole()
+        return bodies.read(body, kind, name)
     except _UNREADABLE:
-        head = _decode(body, least)
-        _refuse_transfer(head.kv_transfer_params)
-        return ParsedTurn(api, head.model, unknown="invalid", stream=bool(head.stream))
-    _refuse_transfer(turn.kv_transfer_params)
-    earlier = turn.previous_response_id if isinstance(turn, _ResponsesTurn) else None
-    return ParsedTurn(
-        api,
-        turn.model,
+        return None, body
+
+
+def _with_prompt(turn: ParsedTurn, prompt: PromptRequest | None, **more: bool) -> ParsedTurn:
+    return replace(turn, prompt=prompt, unknown="" if prompt is not None else turn.unknown, **more)
+
+
+def _chat(body: bytes, bodies: Bodies) -> ParsedTurn:
+    prompt, rest = _read(body, bodies, ChatPrompt, "messages")
+    turn, asked = _placed("chat", rest), _decode(rest, _Chat)
+    return _with_prompt(
         turn,
-        session=_session(turn),
-        response_id=earlier or "",
-        stream=bool(turn.stream),
+        prompt,
+        reads_cache=asked.prompt_logprobs is None and not asked.echo,
+        one_sequence=(asked.n or 1) == 1,
     )
 
 
-def _session(body: "_Head | _ChatTurn | _Completion | _MessagesTurn | _ResponsesTurn") -> str:
-    return named_in_body(body.metadata, body.session_id, body.prompt_cache_key)
+def _messages(body: bytes, bodies: Bodies) -> ParsedTurn:
+    prompt, rest = _read(body, bodies, MessagesPrompt, "messages")
+    turn = _placed("messages", rest)
+    _decode(rest, _Messages)
+    return _with_prompt(turn, prompt)
+
+
+def _responses(body: bytes, bodies: Bodies) -> ParsedTurn:
+    prompt, rest = _read(body, bodies, ResponsesPrompt, "input")
+    turn = _placed("responses", rest)
+    _decode(rest, _Responses)
+    return _with_prompt(turn, prompt)
+
+
+def _completion(body: bytes, _: Bodies) -> ParsedTurn:
+    turn, asked = _placed("completions", body), _decode(body, _Completion)
+    prompts = _prompts(asked.prompt)
+    several = (asked.n or 1) > 1 or (asked.best_of or 1) > 1 or asked.use_beam_search or len(prompts) != 1
+    return _with_prompt(
+        turn,
+        _shaped(body, prompts[0]) if prompts else None,
+        reads_cache=asked.prompt_logprobs is None and not (asked.echo and asked.logprobs is not None),
+        one_sequence=not several,
+    )
 
 
 def _prompts(given: str | list[str | int | list[int]] | None) -> list[str | list[int]]:

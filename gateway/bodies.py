@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Final, Literal, Protocol, TypeVar, cast
+from typing import Any, Final, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -40,6 +40,13 @@ _MOST_ITEMS: Final = 4096
 _COMPARED: Final = 4
 # Memory for an object of a body besides its text, which is there twice: in the body and decoded.
 _OBJECT_BYTES: Final = 1500
+
+
+class Read(NamedTuple, Generic[T]):
+    """What a body says of the prompt; `rest` is the body without its long lists, for all else it says."""
+
+    prompt: T
+    rest: bytes
 
 
 class _WithTools(Protocol):
@@ -77,14 +84,14 @@ class _Body:
     marked: int
     mark: bytes
     tools: _Tools
-    turn: msgspec.Struct
+    read: Read[Any]
 
     @property
     def size(self) -> int:
         return 2 * len(self.body) + _OBJECT_BYTES * (len(self.items) + len(self.tools.objects))
 
     def resembles(self, body: bytes, kind: type[Any]) -> bool:
-        return body.startswith(self.mark, self.marked - len(self.mark)) and type(self.turn) is kind
+        return body.startswith(self.mark, self.marked - len(self.mark)) and type(self.read.prompt) is kind
 
 
 class Bodies:
@@ -99,27 +106,27 @@ class Bodies:
     def bytes(self) -> int:
         return self._bytes
 
-    def read(self, body: bytes, kind: type[T], name: ListField) -> T:
+    def read(self, body: bytes, kind: type[T], name: ListField) -> Read[T]:
         """`body` as `msgspec.json.decode` would have it, not strict; raises what that raises.
 
         Messages (or input items) and tools that an earlier body of the conversation had, too, are the same
-        objects; of an equal body it is the same turn. Nothing of it may be modified.
+        objects; of an equal body it is the same prompt. Nothing of it may be modified.
         """
         if not self._max_bytes or not _WORTHWHILE <= len(body) <= _LARGEST:
-            return msgspec.json.decode(body, type=kind, strict=False)
+            return Read(msgspec.json.decode(body, type=kind, strict=False), body)
         known, shared = self._closest(body, kind)
         if known is not None and shared == len(body) == len(known.body):
             self._bodies.move_to_end(id(known))
-            return cast(T, known.turn)
+            return known.read
         found = _read(body, kind, name, known, shared)
         if found is None and known is not None:
             found = _read(body, kind, name, None, 0)
         if found is None:
-            return msgspec.json.decode(body, type=kind, strict=False)
+            return Read(msgspec.json.decode(body, type=kind, strict=False), body)
         if known is not None:
             self._forget(known)
         self._keep(found)
-        return cast(T, found.turn)
+        return found.read
 
     def _closest(self, body: bytes, kind: type[Any]) -> tuple[_Body | None, int]:
         """The body that this one goes on from, and how many leading bytes they share."""
@@ -169,9 +176,9 @@ def _read(body: bytes, kind: type[T], name: ListField, known: _Body | None, shar
         rest = short[: start - 1] + b"[]" + short[start - 1 + len(array) :]
         if tools.objects:
             rest = rest.replace(tools.raw, b"[]", 1)
-        turn = msgspec.json.decode(rest, type=kind, strict=False)
+        prompt = msgspec.json.decode(rest, type=kind, strict=False)
         # They are not, if something else was taken for them: of two of a name the last one counts.
-        if getattr(turn, name) or (tools.objects and cast(_WithTools, turn).tools):
+        if getattr(prompt, name) or (tools.objects and cast(_WithTools, prompt).tools):
             return None
         fresh = [Kept(msgspec.json.decode(raw, type=dict[str, Any]), len(raw)) for raw in raws]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -182,12 +189,13 @@ def _read(body: bytes, kind: type[T], name: ListField, known: _Body | None, shar
     for raw in raws:  # the next one begins with the next brace
         place = short.index(raw, place) + len(raw)
         ends.append(place + skipped)
-    setattr(turn, name, items)
+    setattr(prompt, name, items)
     if tools.objects:
-        cast(_WithTools, turn).tools = list(tools.objects)
+        cast(_WithTools, prompt).tools = list(tools.objects)
     # One message alone, the system's, tells no conversations apart.
     marked = ends[max(min(1, len(ends) - 1), len(ends) - 1 - _LATEST)]
-    return _Body(body, start, items, ends, marked, body[max(0, marked - _MARK) : marked], tools, turn)
+    mark = body[max(0, marked - _MARK) : marked]
+    return _Body(body, start, items, ends, marked, mark, tools, Read(prompt, rest))
 
 
 def _tools(given: msgspec.Raw | msgspec.UnsetType, known: _Body | None) -> _Tools:

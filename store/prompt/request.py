@@ -48,7 +48,7 @@ class ChatPrompt(msgspec.Struct, kw_only=True, weakref=True):
     prompt cache knows it again.
     """
 
-    messages: list[Any]
+    messages: list[dict[str, Any]]
     tools: list[Any] | None = None
     tool_choice: Any = None
     documents: list[Any] | None = None
@@ -85,7 +85,7 @@ class TokensPrompt(msgspec.Struct, kw_only=True):
 class MessagesPrompt(msgspec.Struct, kw_only=True, weakref=True):
     """The fields of a /v1/messages body that decide its prompt."""
 
-    messages: list[Any]
+    messages: list[dict[str, Any]]
     system: str | list[Any] | None = None
     tools: list[Any] | None = None
     thinking: dict[str, Any] | None = None

@@ -26,7 +26,7 @@ def chat(messages: list[Any], **more: Any) -> bytes:
 
 
 def read(bodies: Bodies, body: bytes) -> ChatPrompt:
-    return bodies.read(body, ChatPrompt, "messages")
+    return bodies.read(body, ChatPrompt, "messages").prompt
 
 
 def alike(bodies: Bodies, body: bytes, kind: Any = ChatPrompt, name: Any = "messages") -> None:
@@ -37,7 +37,11 @@ def alike(bodies: Bodies, body: bytes, kind: Any = ChatPrompt, name: Any = "mess
         with pytest.raises(type(error), match=re.escape(str(error))):
             bodies.read(body, kind, name)
         return
-    assert msgspec.json.encode(bodies.read(body, kind, name)) == msgspec.json.encode(expected)
+    found = bodies.read(body, kind, name)
+    assert msgspec.json.encode(found.prompt) == msgspec.json.encode(expected)
+    # What is left of the body says of everything else the same.
+    whole, rest = json.loads(body), json.loads(found.rest)
+    assert {**whole, name: 0, "tools": 0} == {**rest, name: 0, "tools": 0}
 
 
 values = st.sampled_from(
@@ -124,7 +128,7 @@ def test_the_same_body_for_another_api_is_read_anew() -> None:
     bodies = Bodies(1 << 20)
     body = chat([user("a")])
     assert type(read(bodies, body)) is ChatPrompt
-    assert type(bodies.read(body, MessagesPrompt, "messages")) is MessagesPrompt
+    assert type(bodies.read(body, MessagesPrompt, "messages").prompt) is MessagesPrompt
     assert type(parse("POST", "/v1/messages", body, bodies=bodies).prompt) is not ChatPrompt
 
 
@@ -134,7 +138,7 @@ def test_items_of_responses_and_other_inputs() -> None:
     for value in (items, [*items, user("c")], [*items, "no object"], FILLER * 2):
         alike(bodies, json.dumps({"model": "m", "input": value}).encode(), ResponsesPrompt, "input")
     found = [bodies.read(json.dumps({"input": items[:n]}).encode(), ResponsesPrompt, "input") for n in (1, 2)]
-    assert found[0].input[0] is found[1].input[0]
+    assert found[0].prompt.input[0] is found[1].prompt.input[0]
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,6 @@ async def test_health_answers_within_50_ms_while_eight_long_prompts_are_tokenize
         waits.append(time.perf_counter() - began)
     found = [await task for task in asked]
     waits.sort()
-    print(
-        f"{found} tokens, {len(waits)} answers, median {waits[len(waits) // 2]:.4f} s, worst {waits[-1]:.4f} s"
-    )
     # On a busy machine the last ones may take too long, and are placed by load.
     assert max(found) >= 128_000
     # This test's client works on the same loop: of twenty answers one may have waited for that.

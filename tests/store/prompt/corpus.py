@@ -95,6 +95,8 @@ ODD_TOOLS: list[Body] = [
     },
     {"type": "function", "function": {"name": "f", "description": "", "parameters": {}, "strict": False}},
 ]
+# Families of models whose tokenizer puts a token in front of a text.
+BOS = {"llama2": "<s>", "llama3": "<|begin_of_text|>", "parts": "<bos>"}
 # Arguments as agents send them, sound and broken.
 ARGUMENTS = (
     '{"city": "Zürich", "days": 2}',
@@ -120,6 +122,7 @@ def bodies(traces: Path | None = None) -> Iterator[tuple[str, Body]]:
     yield from ((CHAT, body) for body in _random_chats(120))
     yield from ((MESSAGES, {"max_tokens": 4, **body}) for body in _messages_bodies())
     yield from ((RESPONSES, body) for body in _responses_bodies())
+    yield from _begun()
     if traces is not None:
         yield from ((CHAT, body) for body in tau_bench(traces))
 
@@ -364,6 +367,17 @@ def _completions() -> Iterator[Body]:
         for prompt in ("word " * 60, list(range(300, 400))):
             body: Body = {"prompt": prompt, "truncate_prompt_tokens": keep, "max_tokens": 4}
             yield body if side is None else {**body, "truncation_side": side}
+
+
+def _begun() -> Iterator[tuple[str, Body]]:
+    """Text that begins with a family's BOS already, with and without the tokenizer's own."""
+    for bos in BOS.values():
+        text = f"{bos}Hello"
+        for special in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            yield TEXT, {"prompt": text, **special}
+            yield CHAT, {"messages": [user(text)], **special}
+        yield MESSAGES, {"messages": [user(text)], "max_tokens": 4}
+        yield RESPONSES, {"input": text}
 
 
 def _random_chats(count: int) -> Iterator[Body]:
