@@ -10,10 +10,11 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from store.hashing import HashScheme, chain
+from store.index import BlockIndex
 from store.prompt.kept import Kept
 from store.prompt.local import LocalPrompts
 from store.prompt.rendering import Renderer
-from store.prompt.request import ChatPrompt, PromptRequest, TextPrompt, TokensPrompt, Unrenderable
+from store.prompt.request import ChatPrompt, Prompt, PromptRequest, TextPrompt, TokensPrompt, Unrenderable
 from tests.store.prompt.corpus import FRAGMENTS, assistant, call, result, system, user
 from tests.store.prompt.families import FAMILIES
 
@@ -163,6 +164,30 @@ def test_sessions_with_a_common_head_share_it(load: Callable[..., LocalPrompts])
     before = prompts.cached_tokens
     prompts.prompt(ChatPrompt(messages=[*head[:-1], user("another " * 300)]), SCHEMES[0])
     assert prompts.cached_tokens - before < 1500
+
+
+def test_b058_salts_and_adapters_are_namespaces_of_their_own(load: Callable[..., LocalPrompts]) -> None:
+    """The same tokens in each: an adapter that is called like a salt, or lies elsewhere, is still another."""
+    prompts, scheme, index = load("chatml"), SCHEMES[0], BlockIndex()
+    ways: dict[str, tuple[str | None, tuple[str, str] | None]] = {
+        "base": (None, None),
+        "salt a": ("a", None),
+        "salt b": ("b", None),
+        "adapter a": (None, ("a", "/adapters/a")),
+        "adapter a elsewhere": (None, ("a", "/adapters/../adapters/a")),
+        "adapter a, salt a": ("a", ("a", "/adapters/a")),
+    }
+
+    def prompt(way: str) -> Prompt:
+        salt, lora = ways[way]
+        return prompts.prompt(ChatPrompt(messages=long_chat(3), cache_salt=salt), scheme, lora=lora)
+
+    for way in ways:
+        index.stored(way, prompt(way).chain.keys, None)
+    assert len({prompt(way).tokens.tobytes() for way in ways}) == 1
+    for way in ways:
+        again = prompt(way).chain
+        assert index.match(again.keys) == {way: len(again)}
 
 
 def test_requests_that_differ_only_in_the_type_of_a_number_are_not_mixed_up(
