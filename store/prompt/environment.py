@@ -9,7 +9,7 @@ the 84 messages of an 80K-token agent turn).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import partial
 from json.encoder import encode_basestring
@@ -20,10 +20,13 @@ from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame, optimizeconst
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext, Macro
+from jinja2.runtime import Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from store.prompt.resuming import PROGRESS, Progress
+
 _DICT_METHODS: Final = frozenset(dir(dict))
+_LOOP: Final = "LoopContext("
 _OF_LOOPS: Final = frozenset(("first", "last", "index", "index0", "previtem", "nextitem", "length"))
 
 
@@ -52,7 +55,22 @@ def make_environment() -> jinja2.Environment:
 
 
 class _CodeGenerator(CodeGenerator):
-    """Writes the look-up of a key in a plain dict in line: a call of the environment takes 0.2 us more."""
+    """Writes the look-up of a key in a plain dict in line: a call of the environment takes 0.2 us more.
+
+    The loop over the messages, where it may begin late (store/prompt/resuming.py), asks where to begin.
+    """
+
+    _asks = False
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802 (as in Jinja)
+        self._asks = getattr(node, "may_begin_late", False)
+        super().visit_For(node, frame)
+
+    def write(self, x: str) -> None:
+        if self._asks and x.endswith(_LOOP):
+            self._asks = False
+            x = x.removesuffix(_LOOP) + "environment.loop(context, "
+        super().write(x)
 
     @optimizeconst
     def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802 (as in Jinja)
@@ -113,6 +131,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         elif kind is LoopContext and attribute[0] != "_":
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
+
+    def loop(self, context: Context, messages: Any, undefined: type[Undefined]) -> Iterable[Any]:
+        progress: Progress | None = context.parent.get(PROGRESS)
+        return progress.loop(context, messages, undefined) if progress else LoopContext(messages, undefined)
 
     def callable(self, context: Context, obj: Any, loop_vars: Any, block_vars: Any) -> Callable[..., Any]:
         return partial(self.call, context, obj, _loop_vars=loop_vars, _block_vars=block_vars)

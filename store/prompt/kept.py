@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any, Final, TypeVar, cast
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 T = TypeVar("T")
 
 
 class Kept(dict[str, Any]):
-    """A message or tool of about `size` characters. Neither it nor what is made of it is ever modified."""
+    """A message or tool of about `size` characters. Neither it nor what is made of it is ever modified.
 
-    __slots__ = ("form", "made", "size")
+    number: its own, and of no other that this process has made.
+    """
+
+    __slots__ = ("form", "made", "number", "size")
+    _numbers: ClassVar = itertools.count()
 
     def __init__(self, content: dict[str, Any], size: int) -> None:
         super().__init__(content)
         self.size: Final = size
+        self.number: Final = next(self._numbers)
         self.form = ""
         self.made: object = None
 

@@ -1,7 +1,8 @@
 """Prompts made in this process, with the model's own tokenizer and chat template, paid once.
 
-A prompt costs its rendering (1 ms per 80K tokens), a look at what is known of its text, and the tokenizing
-and hashing of the rest only: `plan` does the first two, `finish` the last.
+A prompt costs the rendering of its new messages where the template allows that (else of all, 1 ms per 80K
+tokens), a look at what is known of its text, and the tokenizing and hashing of the rest only: `plan` does the
+first two, `finish` the last.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from store.prompt.cutting import cut, find_cut_token
 from store.prompt.encoder import Encoder, truncate, truncated
 from store.prompt.messages import chat_of_messages
 from store.prompt.recent import Recent, RecentRequests
-from store.prompt.rendering import Renderer
+from store.prompt.rendering import Renderer, Text
 from store.prompt.request import (
     ChatPrompt,
     Ids,
@@ -36,6 +37,7 @@ from store.prompt.request import (
     Unrenderable,
 )
 from store.prompt.responses import chat_of_responses
+from store.prompt.resuming import Past
 from store.prompt.segments import Segment, SegmentCache, chain_keys
 
 Lora: TypeAlias = tuple[str, str] | None
@@ -65,11 +67,11 @@ _RUN_IDS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The text of `request` as it was given, UTF-8, with where its pieces end."""
+    """The text of `request` as it was given, with where its pieces end."""
 
     request: PromptRequest
     conversation: Hashable
-    text: bytes
+    text: Text
     ends: Sequence[int]
 
 
@@ -195,7 +197,7 @@ class LocalPrompts:
         if isinstance(request, TokensPrompt):
             return self._plan_ids(request, scheme, lora, root)
         if request.truncate_prompt_tokens is not None:
-            return Plan(request, scheme, lora, (), (), (self._text(request),))
+            return Plan(request, scheme, lora, (), (), (self._text(request).utf8.decode(),))
         try:
             conversation = (root, _beginning(request))
             recent = self._recent.get(conversation)
@@ -204,9 +206,10 @@ class LocalPrompts:
                 if len(known) == len(recent.keys):
                     pieces = (recent.tail,) if recent.tail else ()
                     return Plan(request, scheme, lora, recent.keys, known, pieces)
-            text = self._text(request).encode()
+            rendered = self._text(request, recent.past if recent is not None else None)
         except UnicodeEncodeError as wrong:
             raise Unrenderable("invalid", "text with lone surrogates") from wrong
+        text = rendered.utf8
         common = recent.common(text) if recent is not None else 0
         ends, keys, start = [], [], 0
         if recent is not None and common:
@@ -218,15 +221,15 @@ class LocalPrompts:
         known = self._segments.longest(keys)
         starts = [0, *ends]
         pieces = [text[starts[i] : starts[i + 1]].decode() for i in range(len(known), len(ends))]
-        rendered = Rendered(given, conversation, text, ends)
-        return Plan(request, scheme, lora, keys, known, pieces, None, rendered)
+        whole = Rendered(given, conversation, rendered, ends)
+        return Plan(request, scheme, lora, keys, known, pieces, None, whole)
 
     def render(self, request: PromptRequest) -> str:
         """The text of `request`, special tokens included; none for ids. Raises Unrenderable."""
         request = self._as_rendered(request)
         if isinstance(request, TokensPrompt):
             return ""
-        return self._text(request)
+        return self._text(request).utf8.decode()
 
     def decode(self, ids: Ids) -> str:
         """The text of a few tokens, special ones included."""
@@ -255,8 +258,13 @@ class LocalPrompts:
             start = end
         return len(text.decode())
 
-    def _text(self, request: ChatPrompt | TextPrompt) -> str:
-        return self._renderer.render(request) if isinstance(request, ChatPrompt) else request.text
+    def _text(self, request: ChatPrompt | TextPrompt, past: Past | None = None) -> Text:
+        if isinstance(request, ChatPrompt):
+            return self._renderer.render(request, past)
+        try:
+            return Text(request.text.encode())
+        except UnicodeEncodeError as wrong:
+            raise Unrenderable("invalid", "text with lone surrogates") from wrong
 
     def _as_rendered(self, request: PromptRequest) -> ChatPrompt | TextPrompt | TokensPrompt:
         """Bodies of other APIs as the chat that vLLM makes of them."""
@@ -310,9 +318,10 @@ class LocalPrompts:
         if plan.rendered is not None:
             # The last piece ends where the text ends, which is no place to cut a longer one.
             ends = plan.rendered.ends[:-1]
-            head = plan.rendered.text[: ends[-1] if ends else 0]
+            text, shown = plan.rendered.text
+            head = text[: ends[-1] if ends else 0]
             stored = plan.keys[: len(plan.known) + kept]
-            recent = Recent(weakref.ref(plan.rendered.request), head, ends, stored, tail)
+            recent = Recent(weakref.ref(plan.rendered.request), head, ends, stored, tail, shown)
             self._recent.put(plan.rendered.conversation, recent)
 
     def _plan_ids(self, request: TokensPrompt, scheme: HashScheme, lora: Lora, root: bytes) -> Plan:

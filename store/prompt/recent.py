@@ -11,6 +11,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from store.prompt.resuming import Past, Shown
+
 ENTRY_BYTES: Final = 500
 
 
@@ -19,7 +21,8 @@ class Recent:
     """A request, as long as whoever made it keeps it, and its rendered text, UTF-8.
 
     `ends` are the places it is cut at, `head` the text up to the last of them. `keys` name the pieces kept in
-    the cache of segments, which may be one more; `tail` is the text after those.
+    the cache of segments, which may be one more; `tail` is the text after those. `shown`: what rendering the
+    next turn may take from the text.
     """
 
     request: weakref.ref[Any]
@@ -27,10 +30,16 @@ class Recent:
     ends: Sequence[int]
     keys: Sequence[bytes]
     tail: str
+    shown: Shown | None = None
+
+    @property
+    def past(self) -> Past | None:
+        return Past(self.shown, self.head) if self.shown is not None else None
 
     @property
     def size(self) -> int:
-        return len(self.head) + len(self.tail) + 40 * len(self.ends) + ENTRY_BYTES
+        marks = len(self.shown.marks) if self.shown is not None else 0
+        return len(self.head) + len(self.tail) + 40 * len(self.ends) + 80 * marks + ENTRY_BYTES
 
     def common(self, text: bytes) -> int:
         """How many leading pieces `text` begins with, too."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import jinja2
 import msgspec
@@ -14,7 +14,8 @@ from store.prompt import media, normalise
 from store.prompt.environment import make_environment
 from store.prompt.messages import DisabledEffort, MessagesFacts
 from store.prompt.request import ChatPrompt, Unrenderable
-from store.prompt.template import TemplateFacts, read_template
+from store.prompt.resuming import PROGRESS, LoopFacts, Past, Progress, Shown, keys_of, mark_loop
+from store.prompt.template import TemplateFacts, lists_of_messages, read_template
 
 # Conversations whose prompts show which added tokens a template writes around its messages.
 _SAMPLE_CHATS: Final[tuple[list[Any], ...]] = (
@@ -44,6 +45,13 @@ _UNSEEN: Final = frozenset(
 _EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
 
 
+class Text(NamedTuple):
+    """A prompt's text, and what another one of the conversation may take from it."""
+
+    utf8: bytes
+    shown: Shown | None = None
+
+
 class Renderer:
     """The chat templates of one tokenizer. Thread-safe."""
 
@@ -52,26 +60,36 @@ class Renderer:
         self._special_tokens: Final[dict[str, Any]] = dict(tokenizer.special_tokens_map)
         self._environment: Final = make_environment()
         self._messages_facts: MessagesFacts | None = None
-        self._templates: Final[dict[str, tuple[jinja2.Template, TemplateFacts]]] = {}
+        self._templates: Final[dict[str, tuple[jinja2.Template, TemplateFacts, LoopFacts | None]]] = {}
 
-    def render(self, request: ChatPrompt) -> str:
-        """The prompt's text, special tokens of the template included. Raises Unrenderable."""
+    def render(self, request: ChatPrompt, past: Past | None = None) -> Text:
+        """The prompt's text, special tokens of the template included. Raises Unrenderable.
+
+        past: an earlier text of the conversation: messages it shows already may be taken from it.
+        """
         if request.chat_template is not None:
             raise Unrenderable("request_template")
         source = self._source(request.tools)
-        template, facts = self._template(source)
+        template, facts, loop = self._template(source)
         messages = normalise.conversation(request.messages, facts)
         keywords = normalise.template_keywords(request, facts)
         try:
             if not messages or any(keywords.get(each) for each in _SPECIAL_CALL):
-                return self._by_transformers(source, messages, keywords)
+                return Text(self._by_transformers(source, messages, keywords).encode())
             for each in _UNSEEN:
                 keywords.pop(each, None)
             _check_objects(keywords)
             keywords.setdefault("tools", None)
             keywords.setdefault("documents", None)
             keywords.setdefault("add_generation_prompt", False)
-            return template.render(messages=messages, **(self._special_tokens | keywords))
+            names = dict(messages=messages, **(self._special_tokens | keywords))
+            if loop is None:
+                return Text(template.render(names).encode())
+            progress = Progress(source, loop, past, keys_of(request.messages, messages))
+            parts = template.root_render_func(template.new_context(names | {PROGRESS: progress}))
+            return Text(progress.text(parts), progress.shown)
+        except UnicodeEncodeError as wrong:
+            raise Unrenderable("invalid", "text with lone surrogates") from wrong
         except Exception as wrong:  # a template is a program: any exception can come out of it
             raise Unrenderable("template_error", str(wrong)) from wrong
 
@@ -80,9 +98,9 @@ class Renderer:
 
         Raises Unrenderable.
         """
-        _, facts = self._template(self._source(request.tools))
+        _, facts, _ = self._template(self._source(request.tools))
         shown, bare = (
-            self.render(msgspec.structs.replace(request, messages=messages))
+            self.render(msgspec.structs.replace(request, messages=messages)).utf8.decode()
             for messages in media.variants(request.messages, facts.content_format)
         )
         return media.known_text(shown, bare)
@@ -112,11 +130,11 @@ class Renderer:
     def _disabled_effort(self) -> DisabledEffort:
         """The effort "none", unless the template refuses it or makes nothing of it."""
 
-        def rendered(effort: str) -> str | None:
+        def rendered(effort: str) -> bytes | None:
             try:
                 return self.render(
                     ChatPrompt(messages=[{"role": "user", "content": "Hi"}], reasoning_effort=effort)
-                )
+                ).utf8
             except Unrenderable:
                 return None
 
@@ -130,7 +148,7 @@ class Renderer:
         found: list[str] = []
         for messages in _SAMPLE_CHATS:
             try:
-                found.append(self.render(ChatPrompt(messages=messages)))
+                found.append(self.render(ChatPrompt(messages=messages)).utf8.decode())
             except Unrenderable:
                 continue
         return found
@@ -148,12 +166,14 @@ class Renderer:
         except ValueError as wrong:
             raise Unrenderable("no_template", str(wrong)) from wrong
 
-    def _template(self, source: str) -> tuple[jinja2.Template, TemplateFacts]:
+    def _template(self, source: str) -> tuple[jinja2.Template, TemplateFacts, LoopFacts | None]:
         known = self._templates.get(source)
         if known is None:
             try:
                 facts = read_template(source, self._environment)
-                known = self._templates[source] = (self._environment.from_string(source), facts)
+                tree = self._environment.parse(source)
+                loop = mark_loop(tree, lists_of_messages(tree))
+                known = self._templates[source] = (self._environment.from_string(tree), facts, loop)
             except jinja2.TemplateError as wrong:
                 raise Unrenderable("template_error", str(wrong)) from wrong
         return known

@@ -89,6 +89,14 @@ def _names_of_messages(tree: nodes.Template) -> list[str]:
 _ENDLESS: Final = 10_000
 
 
+def lists_of_messages(tree: nodes.Template) -> list[str]:
+    """Names of lists of messages, none where that is unclear."""
+    try:
+        return _names_of_messages(tree)
+    except _Unclear:
+        return []
+
+
 def _plain(target: nodes.Node) -> str:
     if not isinstance(target, nodes.Name):
         raise _Unclear

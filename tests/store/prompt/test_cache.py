@@ -65,7 +65,7 @@ def full(prompts: LocalPrompts, request: PromptRequest) -> list[int] | None:
     if isinstance(request, TokensPrompt):
         return request.ids
     try:
-        text = renderer.render(request) if isinstance(request, ChatPrompt) else request.text
+        text = renderer.render(request).utf8.decode() if isinstance(request, ChatPrompt) else request.text
     except Unrenderable:
         return None
     return backend.encode(text, add_special_tokens=request.add_special_tokens).ids

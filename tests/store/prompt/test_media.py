@@ -40,7 +40,7 @@ with_image = st.builds(with_an_image, parts, parts)
 def engine_text(prompts: LocalPrompts, request: ChatPrompt, placeholder: str) -> str:
     """What vLLM renders: its placeholder in front of a message's text, or an item for the template."""
     renderer: Renderer = prompts._renderer  # pyright: ignore[reportPrivateUsage]
-    _, facts = renderer._template(renderer._source(None))  # pyright: ignore[reportPrivateUsage]
+    _, facts, _ = renderer._template(renderer._source(None))  # pyright: ignore[reportPrivateUsage]
     messages: list[Any] = []
     for message in request.messages:
         content: Any = message.get("content")
@@ -52,7 +52,8 @@ def engine_text(prompts: LocalPrompts, request: ChatPrompt, placeholder: str) ->
                 texts = [part["text"] for part in parts if part is not IMAGE and part["text"]]
                 content = "\n".join([*([placeholder] * parts.count(IMAGE)), *texts])
         messages.append(message | {"content": content})
-    return renderer.render(ChatPrompt(messages=messages, add_special_tokens=request.add_special_tokens))
+    chat = ChatPrompt(messages=messages, add_special_tokens=request.add_special_tokens)
+    return renderer.render(chat).utf8.decode()
 
 
 def ids(prompts: LocalPrompts, text: str, *, special: bool = False) -> list[int]:
