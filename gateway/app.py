@@ -28,7 +28,7 @@ from gateway.index_view import IndexAnswer, SnapshotView, index_entries
 from gateway.layouts import Layouts
 from gateway.learning import Learning
 from gateway.links import CountedKnowledge, Links
-from gateway.metrics import Metrics, Snapshot, WorkerSample
+from gateway.metrics import OTHER, Metrics, Snapshot, WorkerSample
 from gateway.policy_versions import PolicyVersions
 from gateway.prompts import ModelPrompts
 from gateway.prompts_view import PromptsAnswer, made_elsewhere, prompts_answer
@@ -130,7 +130,6 @@ class Gateway:
             settings.index.snapshot_interval_s,
             self.knowledge,
             self.streams,
-            settings.index.memory_bytes or None,
         )
         self.ledger = Ledger(InUnits(**settings.routing.rates.masked()).rates())
         self.transport = Connections(connect_s=timeouts.connect_s, between_chunks_s=timeouts.between_chunks_s)
@@ -285,13 +284,13 @@ class Gateway:
                 )
                 for worker in self.fleet.workers()
             ],
-            index_blocks=self._index_sizes(),
+            index_blocks=self._index_blocks(),
             kv_event_gaps={name: status.gaps for name, status in streams.items()},
             shadow_agreement=self.router.shadow.total.agreement if self.router.shadow else None,
             pool_degraded=self.pool is not None and self.pool.degraded,
             pool_removed=0 if self.pool is None else self.pool.removed,
-            index_bytes=self.knowledge.index.memory() + self.knowledge.certain.memory(),
-            index_evicted=self.knowledge.index.evicted,
+            index_bytes=self.knowledge.memory,
+            index_evicted=self.knowledge.index.evicted + self.knowledge.certain.evicted,
             index_file_age_s=file.age_s,
             index_file_failures=file.failures,
         )
@@ -308,9 +307,9 @@ class Gateway:
                 self.trusts.of,
                 self.knowledge.groups,
             ),
-            memory_bytes=self.knowledge.index.memory() + self.knowledge.certain.memory(),
+            memory_bytes=self.knowledge.memory,
             memory_limit_bytes=self._settings.index.memory_bytes,
-            evicted_blocks=self.knowledge.index.evicted,
+            evicted_blocks=self.knowledge.index.evicted + self.knowledge.certain.evicted,
             snapshot=SnapshotView(**asdict(self.snapshots.status())),
         )
 
@@ -320,7 +319,17 @@ class Gateway:
         return [status.last_proof_age_s for status in statuses if status.last_proof_age_s is not None]
 
     def _index_sizes(self) -> dict[tuple[str, str], int]:
-        return {(target, tier): count for (target, tier), count in self.knowledge.index.sizes().items()}
+        """By target and tier. What was restored of targets that did not come back is in no list of targets."""
+        sizes = self.knowledge.index.sizes().items()
+        return {(t, tier): count for (t, tier), count in sizes if not self.snapshots.waits_for(t)}
+
+    def _index_blocks(self) -> dict[tuple[str, str], int]:
+        """All there are, for the metric, whose labels are names of the fleet's."""
+        blocks: dict[tuple[str, str], int] = {}
+        for (target, tier), count in self.knowledge.index.sizes().items():
+            name = target if self.fleet.knows(target) else OTHER, tier
+            blocks[name] = blocks.get(name, 0) + count
+        return blocks
 
     def _pool_report(self) -> PoolAnswer:
         if self.pool is None:

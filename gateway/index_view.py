@@ -43,6 +43,9 @@ class SnapshotView(Answer):
     bytes: int
     failures: int = Field(description="Times that it could not be written.")
     unclaimed: int = Field(description="Targets of the last run's snapshot that did not come back yet.")
+    unclaimed_blocks: int = Field(
+        description="What is held of these; credited to nobody, given up after 10 minutes."
+    )
 
 
 class IndexAnswer(Answer):

@@ -22,7 +22,8 @@ _CLAIM_S: Final = 600.0
 class SnapshotStatus:
     """age_s: since what is on disk was true, None if nothing was written or read. failures: writes in vain.
 
-    unclaimed: targets of the last snapshot that did not come back yet.
+    unclaimed: targets of the last snapshot that did not come back yet; unclaimed_blocks: what the index
+    holds of them, credited to nobody.
     """
 
     path: str
@@ -30,6 +31,7 @@ class SnapshotStatus:
     bytes: int
     failures: int
     unclaimed: int
+    unclaimed_blocks: int
 
 
 class Snapshots:
@@ -41,14 +43,12 @@ class Snapshots:
         interval_s: float,
         knowledge: Knowledge,
         streams: EventStreams,
-        max_bytes: int | None = None,
     ) -> None:
-        """`path` "": nothing is read or written. `max_bytes`: the cap of what is restored."""
+        """`path` "": nothing is read or written."""
         self._path = Path(path) if path else None
         self._interval_s = interval_s
         self._knowledge = knowledge
         self._streams = streams
-        self._max_bytes = max_bytes
         self._unclaimed: dict[str, TargetState] = {}
         self._restored_at = 0.0
         self._written: dict[str, TargetState] | None = None
@@ -67,7 +67,7 @@ class Snapshots:
 
     async def _restore(self, path: Path) -> None:
         try:
-            restored = await asyncio.to_thread(load, path, max_bytes=self._max_bytes)
+            restored = await asyncio.to_thread(load, path)
         except FileNotFoundError:
             return
         except (OSError, BadSnapshot) as error:
@@ -97,7 +97,14 @@ class Snapshots:
     def status(self) -> SnapshotStatus:
         at = self._written_at
         age = None if at is None else time.monotonic() - at
-        return SnapshotStatus(str(self._path or ""), age, self._bytes, self._failures, len(self._unclaimed))
+        sizes = self._knowledge.index.sizes() if self._unclaimed else {}
+        blocks = sum(count for (target, _), count in sizes.items() if target in self._unclaimed)
+        unclaimed = len(self._unclaimed)
+        return SnapshotStatus(str(self._path or ""), age, self._bytes, self._failures, unclaimed, blocks)
+
+    def waits_for(self, target: str) -> bool:
+        """Whether something was restored of `target` that nobody has claimed yet."""
+        return target in self._unclaimed
 
     async def _run(self) -> None:
         ended = False
@@ -121,13 +128,17 @@ class Snapshots:
     async def _write(self) -> None:
         """One snapshot, unless the last one holds the same."""
         assert self._path is not None
-        # Both in one step of the loop: a mark says of which batches the index knows.
+        # All begun in one step of the loop: a mark says of which batches the index knows.
         states = self._states()
         if states == self._written:
             self._written_at = time.monotonic()
             return
-        index, certain = self._knowledge.index.capture(), self._knowledge.certain.capture()
+        captures = self._knowledge.index.capture(), self._knowledge.certain.capture()
         at = time.monotonic()
+        for capture in captures:
+            while not capture.advance():
+                await asyncio.sleep(0)
+        index, certain = (capture.whole() for capture in captures)
         try:
             self._bytes = await asyncio.to_thread(save, self._path, index, certain, states)
         except OSError as error:

@@ -7,12 +7,12 @@ from key to run. Every answer is exact: no search assumes that a target holds al
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
-import msgspec
-
+from store.capture import Capture, IndexSnapshot
 from store.events import Tier
 from store.groups import window_hit
 from store.runs import LIMIT, ONES, Run, leading, numbers_of, stretches
@@ -22,14 +22,8 @@ from store.runs import LIMIT, ONES, Run, leading, numbers_of, stretches
 _BLOCK_BYTES: Final = 48 + 8
 _RUN_BYTES: Final = 700
 _COPY_BYTES: Final = 130
-
-
-class IndexSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """What an index held. holders: target, tier, group, number, need, loose, more; runs: keys as 64-bit words
-    of this machine, numbers of those that hold all, (number, mask in decimal) of those that hold some."""
-
-    holders: list[tuple[str, Tier, int, int, int | None, dict[int, int], dict[int, int]]]
-    runs: list[tuple[bytes, list[int], list[tuple[int, str]]]]
+# Runs given up for one event: 15 us each, and an event brings half a run on average.
+_GIVEN_UP_AT_ONCE: Final = 128
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +44,7 @@ class _Holder:
     more: dict[int, int] = field(default_factory=dict[int, int])  # copies beyond the first, by key
     need: int | None = None
     loose: dict[int, int] = field(default_factory=dict[int, int])
+    taken: int = 0  # see `Run`
 
 
 class BlockIndex:
@@ -66,13 +61,10 @@ class BlockIndex:
     `describe`). Not thread-safe, never blocks.
     """
 
-    def __init__(self, *, max_bytes: int | None = None) -> None:
-        """Beyond `max_bytes` (an estimate of RSS, see `memory`) the least recently used leaves are given up.
-
-        What was given up is unknown, not gone: it costs credit, never a false one.
-        """
+    def __init__(self) -> None:
         self.evicted = 0
-        self._max_bytes = max_bytes
+        self._max_bytes: int | None = None
+        self._beside: Callable[[], int] = int
         # Values are numbers, not runs, so that the garbage collector never walks through a dict of millions.
         self._slot: dict[int, int] = {}
         self._slots_room = 0
@@ -83,6 +75,16 @@ class BlockIndex:
         self._by_number: list[_Holder | None] = []
         self._tiers: dict[Tier, int] = {}  # the bits of those holders in runs that are believed
         self._hybrids: dict[tuple[str, Tier], list[_Holder]] = {}
+        self._captures = 0
+        self._capture: Capture | None = None  # as long as one is being taken
+
+    def keep_below(self, max_bytes: int, beside: Callable[[], int] = int) -> None:
+        """Beyond `max_bytes` (an estimate of RSS, see `memory`) the least recently used leaves are given up.
+
+        `beside`: how many of them something else takes now. What was given up is unknown, not gone: it costs
+        credit, never a false one.
+        """
+        self._max_bytes, self._beside = max_bytes, beside
 
     # ------------------------------------------------------------------ events
 
@@ -118,11 +120,17 @@ class BlockIndex:
         if not keys:
             return
         holder = self._holders.get((target, tier, group)) or self._new_holder(target, tier, group)
-        if holder.need is not None:
+        self._about_to_change_copies(holder)
+        if holder.need is None:
+            self._store(holder, keys, parent, report)
+        else:
             for key in keys:
                 holder.loose[key] = max(1, holder.loose.get(key, 0) + (not report))
             holder.blocks = len(holder.loose)
-            return
+        if self._max_bytes is not None:
+            self._keep_to(self._max_bytes - self._beside())
+
+    def _store(self, holder: _Holder, keys: Sequence[int], parent: int | None, report: bool) -> None:
         if self._slot.keys().isdisjoint(keys):
             run = self._append(holder, keys, parent)
         else:
@@ -131,14 +139,13 @@ class BlockIndex:
         while run is not None and run.size:
             self._recent.move_to_end(run)
             run = run.parent
-        if self._max_bytes is not None:
-            self._keep_to(self._max_bytes)
 
     def removed(self, target: str, keys: Sequence[int], *, tier: Tier = "gpu", group: int = 0) -> None:
         """One copy less of each of `keys`; those not held are ignored."""
         holder = self._holders.get((target, tier, group))
         if holder is None:
             return
+        self._about_to_change_copies(holder)
         if holder.need is None:
             self._remove(holder, keys)
             keys = ()
@@ -243,29 +250,27 @@ class BlockIndex:
 
     # ------------------------------------------------------------------ snapshot
 
-    def capture(self) -> "IndexSnapshot":
-        """A copy to be encoded at leisure: takes about 5 ms a million blocks, sharing what cannot change."""
-        return IndexSnapshot(
-            [
-                (h.target, h.tier, h.group, h.number, h.need, dict(h.loose), dict(h.more))
-                for h in self._holders.values()
-            ],
-            [
-                (run.packed, list(numbers_of(run.full)), [(n, str(b)) for n, b in run.partial.items()])
-                for run in self._recent
-            ],
-        )
+    def capture(self) -> Capture:
+        """The state of this instant, to be taken piece by piece. One begun before is worth nothing then."""
+        self._captures += 1
+        capture = Capture(self._holders.values(), reversed(self._recent), self._captures, self._captured)
+        self._capture = capture
+        return capture
+
+    def _captured(self, number: int) -> None:
+        if number == self._captures:
+            self._capture = None
 
     @classmethod
-    def restore(cls, snapshot: "IndexSnapshot", *, max_bytes: int | None = None) -> "BlockIndex":
+    def restore(cls, snapshot: IndexSnapshot) -> "BlockIndex":
         """An index that holds what was captured but credits none of it: see `admit`."""
-        index = cls(max_bytes=max_bytes)
+        index = cls()
         holders: dict[int, _Holder] = {}
-        for target, tier, group, number, need, loose, more in snapshot.holders:
+        for target, tier, group, number, need, loose, more in snapshot.each_holder():
             holder = holders[number] = index._new_holder(target, tier, group, need)
             holder.loose, holder.more, holder.blocks = loose, more, len(loose)
             index._tiers[tier] = 0
-        for packed, full, partial in snapshot.runs:
+        for packed, full, partial in snapshot.each_run():
             run = index._new_run(array("Q", packed).tolist(), None)
             for number, bits in [*((n, ONES[run.size]) for n in full), *((n, int(b)) for n, b in partial)]:
                 holder = holders[number]
@@ -285,7 +290,7 @@ class BlockIndex:
 
     def _new_holder(self, target: str, tier: Tier, group: int, need: int | None = None) -> _Holder:
         number = next((n for n, h in enumerate(self._by_number) if h is None), len(self._by_number))
-        holder = _Holder(target, tier, group, number, 1 << number, need=need)
+        holder = _Holder(target, tier, group, number, 1 << number, need=need, taken=self._captures)
         self._by_number[number : number + 1] = [holder]
         self._holders[target, tier, group] = holder
         if need is None:
@@ -306,7 +311,9 @@ class BlockIndex:
         return holder
 
     def _drop(self, holder: _Holder) -> None:
+        self._about_to_change_copies(holder)
         for run in holder.runs:
+            self._about_to_change(run)
             run.put(holder.number, 0)
             run.dead = run.size - run.held().bit_count()
             self._tidy(run)
@@ -331,6 +338,7 @@ class BlockIndex:
         if above is not None and above.last == parent and above.full == holder.bit and not above.children:
             at = min(LIMIT - above.size, len(keys))
             if at and not above.partial:
+                self._about_to_change(above)
                 above.extend(keys[:at])
                 self._slot.update(dict.fromkeys(keys[:at], above.slot))
             else:
@@ -344,7 +352,7 @@ class BlockIndex:
 
     def _new_run(self, keys: Sequence[int], parent: Run | None) -> Run:
         number = self._free.pop() if self._free else len(self._runs)
-        run = Run(keys, number, parent)
+        run = Run(keys, number, parent, self._captures)
         self._runs[number : number + 1] = [run]
         self._recent[run] = None
         self._slot.update(dict.fromkeys(keys, number))
@@ -378,6 +386,7 @@ class BlockIndex:
             holder.more[key] = holder.more.get(key, 0) + 1
         has = had | new
         holder.blocks += (has ^ had).bit_count()
+        self._about_to_change(run)
         if run.dead:
             run.dead -= (new & ~run.held()).bit_count()
         run.put(holder.number, has)
@@ -413,6 +422,7 @@ class BlockIndex:
                         del holder.more[key]
         if not gone:
             return
+        self._about_to_change(run)
         holder.blocks -= gone.bit_count()
         run.put(holder.number, had ^ gone)
         if had == gone:
@@ -451,6 +461,14 @@ class BlockIndex:
             if not run.bits(holder):
                 self._named(holder).runs.discard(run)
 
+    def _about_to_change(self, run: Run) -> None:
+        if self._capture is not None:
+            self._capture.keep(run)
+
+    def _about_to_change_copies(self, holder: _Holder) -> None:
+        if self._capture is not None:
+            self._capture.keep_holder(holder)
+
     def _unlink(self, run: Run) -> None:
         for key in run.listed():
             del self._slot[key]
@@ -470,27 +488,56 @@ class BlockIndex:
             run.parent = parent
 
     def _keep_to(self, limit: int) -> None:
-        """Give up the least recently used leaves until the rest fits."""
-        while len(self._recent) > 1 and self.memory() > limit:
-            run = next(iter(self._recent))
-            if run.children:
-                self._recent.move_to_end(run)
-                continue
-            for number in list(run.holders()):
-                holder = self._named(number)
-                holder.blocks -= run.bits(number).bit_count()
-                holder.runs.discard(run)
-                if holder.more:
-                    for key in run.listed():
-                        holder.more.pop(key, None)
-                for window in self._hybrids.get((holder.target, holder.tier), ()):
-                    if window.need is not None:
-                        for key in run.listed():
-                            window.loose.pop(key, None)
-                        window.blocks = len(window.loose)
-            self.evicted += run.size - run.dead
-            self._unlink(run)
+        """Give up the least recently used leaves, then blocks that lie in no run, until the rest fits.
+
+        What a doubling dict brings down at once takes several events.
+        """
+        for _ in range(_GIVEN_UP_AT_ONCE):
+            if self.memory() <= limit:
+                return
+            if len(self._recent) > 1:
+                self._give_up_oldest()
+            elif not self._give_up_loose():
+                return
             self._shrink()
+
+    def _give_up_oldest(self) -> None:
+        """The run that was not used for longest, if no other goes on from it; else it is not old."""
+        run = next(iter(self._recent))
+        if run.children:
+            self._recent.move_to_end(run)
+            return
+        self._about_to_change(run)
+        for number in list(run.holders()):
+            holder = self._named(number)
+            holder.blocks -= run.bits(number).bit_count()
+            holder.runs.discard(run)
+            if holder.more:
+                self._about_to_change_copies(holder)
+                for key in run.listed():
+                    holder.more.pop(key, None)
+            for window in self._hybrids.get((holder.target, holder.tier), ()):
+                if window.need is not None:
+                    self._about_to_change_copies(window)
+                    for key in run.listed():
+                        window.loose.pop(key, None)
+                    window.blocks = len(window.loose)
+        self.evicted += run.size - run.dead
+        self._unlink(run)
+
+    def _give_up_loose(self) -> bool:
+        """The oldest blocks of the holder that has most of them outside runs. Whether there were any."""
+        holder = max(self._holders.values(), key=lambda h: len(h.loose) + len(h.more), default=None)
+        if holder is None or not (holder.loose or holder.more):
+            return False
+        self._about_to_change_copies(holder)
+        copies = holder.loose or holder.more
+        for key in list(islice(copies, LIMIT)):
+            del copies[key]
+        if copies is holder.loose:
+            self.evicted += holder.blocks - len(copies)
+            holder.blocks = len(copies)
+        return True
 
     def _shrink(self) -> None:
         """Dicts, sets and lists keep the room of their best days: rebuild them once an eighth is used."""
@@ -503,6 +550,7 @@ class BlockIndex:
         for holder in self._holders.values():
             holder.runs = set(holder.runs)
             holder.more = dict(holder.more)
+            holder.loose = dict(holder.loose)
         while self._runs and self._runs[-1] is None:
             self._runs.pop()
         self._free = [number for number, run in enumerate(self._runs) if run is None]

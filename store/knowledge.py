@@ -56,10 +56,12 @@ class Knowledge:
     ) -> None:
         """`on_pool_stored` gets target, keys and KV group of blocks that it has just put into the pool.
 
-        `index`: one restored from a snapshot. `max_bytes`: the cap of a new one.
+        `index`: one restored from a snapshot. `max_bytes`: the cap of both indexes together.
         """
-        self.index = index if index is not None else BlockIndex(max_bytes=max_bytes)
-        self.certain = BlockIndex(max_bytes=max_bytes)
+        self.index = index if index is not None else BlockIndex()
+        self.certain = BlockIndex()
+        self._max_bytes = max_bytes
+        self._share_room()
         self.doubts: dict[str, str] = {}
         self.hash_mismatch: dict[str, str] = {}
         self.block_sizes: dict[str, int] = {}
@@ -97,6 +99,17 @@ class Knowledge:
         self.certain.drop(target)
         self.doubts[target] = why
 
+    def _share_room(self) -> None:
+        """What is certain may take half of the memory, what is believed takes the rest."""
+        if self._max_bytes is not None:
+            self.certain.keep_below(self._max_bytes // 2)
+            self.index.keep_below(self._max_bytes, beside=self.certain.memory)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that both indexes take, estimated."""
+        return self.index.memory() + self.certain.memory()
+
     def answered(self, target: str, keys: Sequence[int], held: int, promised: int) -> None:
         """An answer showed that of the chain `keys` the first `held` blocks were there, of `promised`.
 
@@ -111,6 +124,7 @@ class Knowledge:
     def restore(self, index: BlockIndex, certain: BlockIndex, shown: Mapping[str, Shown]) -> None:
         """Go on from a snapshot; before any target is followed."""
         self.index, self.certain = index, certain
+        self._share_room()
         self.doubts = {target: known.doubt for target, known in shown.items() if known.doubt}
         self._shown_before = dict(shown)
 
@@ -215,7 +229,7 @@ class Knowledge:
                 self._on_pool_stored(target, keys, group)
 
     def _indexes(self, target: str) -> tuple[BlockIndex, ...]:
-        return (self.index, self.certain) if target in self.doubts else (self.index,)
+        return (self.certain, self.index) if target in self.doubts else (self.index,)
 
     def _cleared(self, target: str) -> None:
         """Nothing is left in its GPU cache, ghosts included."""

@@ -25,12 +25,16 @@ class Run:
     """At most LIMIT blocks. dead: how many of them nobody holds (they stay until the run is rebuilt).
 
     slot: where the index keeps the run. parent: the run before this one, if known when this one was made, and
-    children: how many name this run so; both only serve to give up leaves first.
+    children: how many name this run so; both only serve to give up leaves first. taken: the number of the
+    last capture that has this run, or did not need it (store/capture.py).
     """
 
-    __slots__ = ("children", "dead", "first", "full", "last", "packed", "parent", "partial", "size", "slot")
+    __slots__ = (
+        *("children", "dead", "first", "full", "last", "packed", "parent", "partial", "size", "slot"),
+        "taken",
+    )
 
-    def __init__(self, keys: Sequence[int], slot: int, parent: "Run | None") -> None:
+    def __init__(self, keys: Sequence[int], slot: int, parent: "Run | None", taken: int = 0) -> None:
         self.packed = pack(keys)
         self.size = len(keys)
         self.first = keys[0]
@@ -41,6 +45,7 @@ class Run:
         self.slot: Final = slot
         self.parent = parent
         self.children = 0
+        self.taken = taken
         if parent is not None:
             parent.children += 1
 

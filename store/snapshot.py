@@ -8,19 +8,22 @@ happened since; of all others it is forgotten.
 import os
 import tempfile
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import xxhash
 
-from store.index import BlockIndex, IndexSnapshot
+from store.capture import IndexSnapshot
+from store.index import BlockIndex
 from store.knowledge import Shown
 from store.sequence import Mark
 from store.streams import StreamMark
 
-_MAGIC: Final = b"moongate index 2\n"
+_MAGIC: Final = b"moongate index 3\n"
 _SUM_BYTES: Final = 8
+_SIZE_BYTES: Final = 8
 
 
 class BadSnapshot(Exception):
@@ -43,9 +46,11 @@ class _Target(msgspec.Struct, frozen=True, array_like=True):
     shown: Shown
 
 
-class _File(msgspec.Struct, frozen=True, array_like=True):
-    index: IndexSnapshot
-    certain: IndexSnapshot
+class _Head(msgspec.Struct, frozen=True, array_like=True):
+    """What comes first. index, certain: bytes of each piece that follows, holders and runs."""
+
+    index: tuple[list[int], list[int]]
+    certain: tuple[list[int], list[int]]
     targets: list[_Target]
 
 
@@ -59,7 +64,7 @@ class Restored:
 
 
 def save(path: Path, index: IndexSnapshot, certain: IndexSnapshot, targets: dict[str, TargetState]) -> int:
-    """Write what was captured at one instant in place of `path`, at once or not at all. Returns bytes.
+    """Write what was taken of one instant in place of `path`, at once or not at all. Returns bytes.
 
     Blocks: use a thread. Raises OSError.
     """
@@ -67,43 +72,65 @@ def save(path: Path, index: IndexSnapshot, certain: IndexSnapshot, targets: dict
         _Target(name, state.mark.mark.seq, state.mark.mark.fingerprint, state.mark.complete, state.shown)
         for name, state in targets.items()
     ]
-    data = msgspec.msgpack.encode(_File(index, certain, states))
+    parts = (index.holders, index.runs, certain.holders, certain.runs)
+    sizes = [list(map(len, part)) for part in parts]
+    head = msgspec.msgpack.encode(_Head((sizes[0], sizes[1]), (sizes[2], sizes[3]), states))
+    pieces = [len(head).to_bytes(_SIZE_BYTES, "big"), head, *chain(*parts)]
+    digest = xxhash.xxh3_64()
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(_MAGIC + xxhash.xxh3_64_digest(data))
-            file.write(data)
+            file.write(_MAGIC)
+            # Piece by piece: the event loop must not wait for one long copy.
+            for piece in pieces:
+                digest.update(piece)
+                file.write(piece)
+            file.write(digest.digest())
             file.flush()
             os.fsync(file.fileno())
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    return len(data)
+    return sum(map(len, pieces))
 
 
-def load(path: Path, *, max_bytes: int | None = None) -> Restored:
+def load(path: Path) -> Restored:
     """What the file holds of targets without a state is left out: nothing could ever prove it.
 
-    `max_bytes`: the cap of each index. Blocks: about half a second a million blocks. Raises OSError (there is
-    no file, or it can't be read), BadSnapshot.
+    Blocks: about half a second a million blocks. Raises OSError (there is no file, or it can't be read),
+    BadSnapshot.
     """
-    content = path.read_bytes()
-    head = len(_MAGIC) + _SUM_BYTES
-    if not content.startswith(_MAGIC):
+    content = memoryview(path.read_bytes())
+    if content[: len(_MAGIC)] != _MAGIC:
         raise BadSnapshot("not a snapshot of this version")
-    data = memoryview(content)[head:]
-    if xxhash.xxh3_64_digest(data) != content[len(_MAGIC) : head]:
+    data, digest = content[len(_MAGIC) : -_SUM_BYTES], content[-_SUM_BYTES:]
+    if xxhash.xxh3_64_digest(data) != digest:
         raise BadSnapshot("it was damaged or cut")
     try:
-        file = msgspec.msgpack.decode(data, type=_File)
+        end = _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "big")
+        file = msgspec.msgpack.decode(data[_SIZE_BYTES:end], type=_Head)
+        pieces = _cut(data[end:], [*file.index, *file.certain])
+        snapshot = IndexSnapshot(pieces[0], pieces[1])
+        index = BlockIndex.restore(snapshot)
+        certain = BlockIndex.restore(IndexSnapshot(pieces[2], pieces[3]))
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
         raise BadSnapshot(str(error)) from error
     targets = {
         t.name: TargetState(StreamMark(Mark(t.seq, t.fingerprint), t.complete), t.shown) for t in file.targets
     }
-    index = BlockIndex.restore(file.index, max_bytes=max_bytes)
-    for target in {target for target, *_ in file.index.holders} - targets.keys():
+    for target in {holder[0] for holder in snapshot.each_holder()} - targets.keys():
         index.drop(target)
-    return Restored(index, BlockIndex.restore(file.certain, max_bytes=max_bytes), targets)
+    return Restored(index, certain, targets)
+
+
+def _cut(data: memoryview, sizes: list[list[int]]) -> list[list[bytes]]:
+    at, found = 0, list[list[bytes]]()
+    for part in sizes:
+        pieces: list[bytes] = []
+        for size in part:
+            pieces.append(bytes(data[at : at + size]))
+            at += size
+        found.append(pieces)
+    return found

@@ -93,7 +93,9 @@ class Gateway:
                 memory_bytes=1,
                 memory_limit_bytes=2,
                 evicted_blocks=3,
-                snapshot=SnapshotView(path="", age_s=None, bytes=0, failures=0, unclaimed=0),
+                snapshot=SnapshotView(
+                    path="", age_s=None, bytes=0, failures=0, unclaimed=0, unclaimed_blocks=0
+                ),
             ),
             pool=lambda: PoolAnswer(configured=False, master="", degraded=False, details={}),
             prompts=lambda: PromptsAnswer(source="auto", models=[]),

@@ -141,7 +141,9 @@ class Site:
                 memory_bytes=1,
                 memory_limit_bytes=2,
                 evicted_blocks=3,
-                snapshot=SnapshotView(path="", age_s=None, bytes=0, failures=0, unclaimed=0),
+                snapshot=SnapshotView(
+                    path="", age_s=None, bytes=0, failures=0, unclaimed=0, unclaimed_blocks=0
+                ),
             ),
             pool=lambda: self.pool,
             prompts=lambda: PromptsAnswer(source="auto", models=[self.prompts]),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gateway.snapshots import Snapshots
+from peer import ADMIN
 from store.hashing import HashScheme
 from store.index import BlockIndex
 from store.knowledge import Knowledge, Shown
@@ -24,7 +25,7 @@ def written(path: Path) -> None:
     index = BlockIndex()
     index.stored("a", [1, 2, 3], None)
     index.stored("b", [1, 2], None)
-    save(path, index.capture(), BlockIndex().capture(), STATES)
+    save(path, index.capture().whole(), BlockIndex().capture().whole(), STATES)
 
 
 class Life:
@@ -46,7 +47,8 @@ async def test_what_nobody_claimed_yet_is_in_the_next_snapshot_too(tmp_path: Pat
     life = Life(path)
     await life.snapshots.start()
     life.follow("a")
-    assert life.snapshots.status().unclaimed == 1
+    status = life.snapshots.status()
+    assert (status.unclaimed, status.unclaimed_blocks) == (1, 2)
     assert life.snapshots.claim("new") is None
     life.knowledge.expect("a", HashScheme("sha256", 32), fixed=False)
     assert life.knowledge.scheme("a") == HashScheme("sha256", 32, "7")
@@ -57,6 +59,21 @@ async def test_what_nobody_claimed_yet_is_in_the_next_snapshot_too(tmp_path: Pat
     assert states == STATES
     assert index.sizes() == {("a", "gpu"): 3, ("b", "gpu"): 2}
     assert index.match([1, 2, 3]) == {}
+
+
+async def test_what_nobody_claimed_is_in_no_list_of_targets(peers, front, tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    written(path)
+    peer = await peers(lambda received, connection: connection.answer(200, b"{}"))
+    gate = await front(peer, env={"MOONGATE_INDEX__SNAPSHOT_PATH": str(path)})
+    async with gate.client.get(f"{gate.url}/admin/v1/index", headers=ADMIN) as answer:
+        page = await answer.json()
+    assert [entry["target"] for entry in page["targets"]] == [f"127.0.0.1:{peer.port}"]
+    assert (page["snapshot"]["unclaimed"], page["snapshot"]["unclaimed_blocks"]) == (2, 5)
+    async with gate.client.get(f"{gate.url}/metrics") as answer:
+        metrics = await answer.text()
+    assert 'moongate_index_blocks{tier="gpu",worker="other"} 5.0' in metrics
+    assert 'worker="a"' not in metrics
 
 
 async def test_targets_that_are_gone_are_not_in_the_next_snapshot(tmp_path: Path) -> None:
@@ -73,7 +90,7 @@ async def test_targets_that_are_gone_are_not_in_the_next_snapshot(tmp_path: Path
     assert index.sizes() == {("b", "gpu"): 2}
 
 
-@pytest.mark.parametrize("content", [b"", b"nonsense", b"moongate index 2\n" + bytes(40)])
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"moongate index 3\n" + bytes(40)])
 async def test_a_file_that_is_no_snapshot_is_replaced(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "index"
     path.write_bytes(content)

@@ -124,7 +124,8 @@ def test_b052_kinds_whose_hits_are_not_understood_get_no_credit() -> None:
 
 
 def test_window_blocks_are_given_up_with_their_run_for_want_of_memory() -> None:
-    index = BlockIndex(max_bytes=60_000)
+    index = BlockIndex()
+    index.keep_below(60_000)
     index.describe("w", SWA, NEED)
     for start in range(0, 20_000, 200):
         keys = list(range(start + 1, start + 201))

@@ -198,7 +198,8 @@ def test_any_interleaving_of_events_gives_what_a_set_would(tree: Tree, data: st.
 @given(forests(), st.data())
 def test_under_a_memory_cap_credit_is_lost_but_never_false(tree: Tree, data: st.DataObject) -> None:
     limit = data.draw(st.integers(1_000, 30_000))
-    index, model = BlockIndex(max_bytes=limit), Model()
+    index, model = BlockIndex(), Model()
+    index.keep_below(limit)
     blocks = st.integers(0, len(tree.parents) - 1)
     for _ in range(data.draw(st.integers(1, 25))):
         target = data.draw(st.sampled_from(TARGETS))
@@ -224,7 +225,8 @@ def test_the_memory_cap_gives_up_the_least_recently_used_leaf_first() -> None:
     index.stored("a", trunk, None)
     index.stored("a", old, trunk[-1])
     index.stored("a", new, trunk[-1])
-    capped = BlockIndex(max_bytes=index.memory())
+    capped = BlockIndex()
+    capped.keep_below(index.memory())
     for run, parent in ((trunk, None), (old, trunk[-1]), (new, trunk[-1])):
         capped.stored("a", run, parent)
     assert capped.match([*trunk, *old]) == {"a": 600}

@@ -1,6 +1,7 @@
 """What the sink does with events: index, pool announcements, and watching over hashes."""
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 from store.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
@@ -204,3 +205,32 @@ def test_a_report_brings_back_what_was_not_known() -> None:
     assert knowledge.index.match([1, 2, 3]) == {"w": 3}
     knowledge.batch("w", batch(BlockRemoved([3], "gpu", 0)))
     assert knowledge.index.match([1, 2, 3]) == {"w": 2}
+
+
+def test_the_memory_cap_holds_for_what_is_believed_and_what_is_certain_together() -> None:
+    """Of targets in doubt everything that is stored is in both indexes."""
+    limit, draws = 2_000_000, Random(3)
+    knowledge = Knowledge(max_bytes=limit)
+    knowledge.batch("exact", batch(stored(range(1, 5000))))
+    knowledge.doubt("w", "a batch is missing")
+    for n in range(300):
+        keys = [draws.getrandbits(64) for _ in range(100)]
+        knowledge.batch("w", batch(stored(keys)))
+        if n % 3 == 0:
+            knowledge.answered("w", [draws.getrandbits(64) for _ in range(50)], held=50, promised=50)
+        assert knowledge.memory <= limit
+        assert knowledge.match(keys).certain["w"] == 100
+    assert knowledge.certain.evicted > 0
+    assert knowledge.index.evicted > 0
+    knowledge.reset("w", "restarted")
+    knowledge.batch("v", batch(stored([draws.getrandbits(64) for _ in range(10_000)])))
+    assert knowledge.index.sizes()["v", "gpu"] == 10_000
+
+
+def test_window_blocks_alone_are_capped_too() -> None:
+    knowledge = Knowledge(max_bytes=200_000)
+    window = {"group": 1, "spec_kind": "sliding_window", "window": 64}
+    for n in range(100):
+        knowledge.batch("w", batch(stored(range(n * 1000 + 1, n * 1000 + 101), **window)))
+        assert knowledge.memory <= 200_000
+    assert knowledge.index.sizes()["w", "gpu"] > 500

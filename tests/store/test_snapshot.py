@@ -31,7 +31,7 @@ def filled() -> BlockIndex:
     return index
 
 
-NOTHING = BlockIndex().capture()
+NOTHING = BlockIndex().capture().whole()
 STATES = {
     "a": TargetState(StreamMark(Mark.of(7, b"batch"), True), Shown(16, HashScheme("xxhash", 16, "0"))),
     "b": TargetState(StreamMark(Mark.of(1, b""), False), Shown(0, None)),
@@ -42,7 +42,7 @@ STATES = {
 def test_what_was_known_comes_back_once_it_is_admitted(tmp_path: Path) -> None:
     before = filled()
     path = tmp_path / "new" / "index"
-    assert save(path, before.capture(), NOTHING, STATES) < path.stat().st_size
+    assert save(path, before.capture().whole(), NOTHING, STATES) < path.stat().st_size
     restored = load(path)
     after = restored.index
     assert restored.targets == STATES
@@ -62,7 +62,7 @@ def test_what_was_known_comes_back_once_it_is_admitted(tmp_path: Path) -> None:
 
 
 def test_what_happens_before_admission_is_in_it() -> None:
-    after = BlockIndex.restore(filled().capture())
+    after = BlockIndex.restore(filled().capture().whole())
     after.removed("b", KEYS[600:700])
     after.stored("c", KEYS[:5], None)
     assert after.match(KEYS) == {"c": 5}
@@ -79,8 +79,8 @@ def test_any_index_comes_back_as_it_was(script: list[tuple[bool, str, int, int]]
             before.stored(target, keys, KEYS[start - 1] if start else None)
         else:
             before.removed(target, keys)
-    data = msgspec.msgpack.encode(before.capture())
-    after = BlockIndex.restore(msgspec.msgpack.decode(data, type=type(before.capture())))
+    data = msgspec.msgpack.encode(before.capture().whole())
+    after = BlockIndex.restore(msgspec.msgpack.decode(data, type=type(before.capture().whole())))
     for target in "ab":
         after.admit(target)
     assert after.sizes() == before.sizes()
@@ -102,7 +102,7 @@ def test_what_is_no_snapshot_is_refused(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize("where", [0.1, 0.5, 0.9])
 def test_a_snapshot_that_was_damaged_or_cut_is_refused(tmp_path: Path, where: float) -> None:
     path = tmp_path / "index"
-    save(path, filled().capture(), NOTHING, STATES)
+    save(path, filled().capture().whole(), NOTHING, STATES)
     good = path.read_bytes()
     at = int(len(good) * where)
     path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
@@ -115,17 +115,17 @@ def test_a_snapshot_that_was_damaged_or_cut_is_refused(tmp_path: Path, where: fl
 
 def test_blocks_of_a_target_whose_stream_is_not_known_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "index"
-    save(path, filled().capture(), NOTHING, {"a": STATES["a"]})
+    save(path, filled().capture().whole(), NOTHING, {"a": STATES["a"]})
     after = load(path).index
     assert {target for target, _ in after.sizes()} == {"a"}
 
 
 def test_a_snapshot_that_cannot_be_written_leaves_the_last_one(tmp_path: Path) -> None:
     path = tmp_path / "index"
-    save(path, filled().capture(), NOTHING, {})
+    save(path, filled().capture().whole(), NOTHING, {})
     good = path.read_bytes()
     broken = {"a": TargetState(StreamMark(Mark(1, threading.Lock()), True), Shown(0, None))}  # type: ignore[arg-type]
     with pytest.raises(TypeError):
-        save(path, filled().capture(), NOTHING, broken)
+        save(path, filled().capture().whole(), NOTHING, broken)
     assert path.read_bytes() == good
     assert list(tmp_path.iterdir()) == [path]

@@ -480,7 +480,7 @@ async def test_closing_leaves_no_thread(rig: Rig) -> None:
 
 async def continued(rig: Rig, after_snapshot: Callable[[], None]) -> tuple[Watched, EventStreams]:
     """A second gateway that starts from a snapshot of the first one's knowledge."""
-    snapshot, marks = rig.sink.knowledge.index.capture(), rig.streams.marks()
+    snapshot, marks = rig.sink.knowledge.index.capture().whole(), rig.streams.marks()
     await rig.streams.close()
     after_snapshot()
     index = BlockIndex.restore(snapshot)
