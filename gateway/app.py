@@ -34,6 +34,7 @@ from gateway.prompts import ModelPrompts
 from gateway.prompts_view import PromptsAnswer, made_elsewhere, prompts_answer
 from gateway.public import build_public
 from gateway.rendering import WorkerRenderer
+from gateway.resync import Resync
 from gateway.router import Router
 from gateway.settings import Settings
 from gateway.snapshots import Snapshots
@@ -133,6 +134,16 @@ class Gateway:
         )
         self.ledger = Ledger(InUnits(**settings.routing.rates.masked()).rates())
         self.transport = Connections(connect_s=timeouts.connect_s, between_chunks_s=timeouts.between_chunks_s)
+        self.resync = Resync(
+            fleet=self.fleet,
+            knowledge=self.knowledge,
+            streams=self.streams,
+            transport=self.transport,
+            counted=self.metrics.index_probe,
+            api_key=settings.workers.api_key,
+            per_s=settings.index.probes_per_s,
+        )
+        self.fleet.listen(self.resync.follow)
         limits = settings.limits
         self.router = router = Router(
             room=Room(limits.requests, limits.tokens),
@@ -186,6 +197,7 @@ class Gateway:
             responses=self.responses,
             bodies=Bodies(settings.prompt.cache_bytes // _BODIES_SHARE),
             learning=Learning(self.audit, self.knowledge, self.streams, self.metrics, self.pool),
+            hot=self.resync.chains,
         )
         self.fleet.listen(self._turns.patience.follow)
         drains = Drains(self.pool)
@@ -260,6 +272,8 @@ class Gateway:
         running.push_async_callback(self.snapshots.close)
         await self.streams.start()
         running.push_async_callback(self.streams.close)
+        self.resync.start()
+        running.push_async_callback(self.resync.close)
         running.push_async_callback(self.probe.close)
         for url in self._settings.workers.urls:
             self.fleet.add(url)
@@ -319,7 +333,7 @@ class Gateway:
         return [status.last_proof_age_s for status in statuses if status.last_proof_age_s is not None]
 
     def _index_sizes(self) -> dict[tuple[str, str], int]:
-        """By target and tier. What was restored of targets that did not come back is in no list of targets."""
+        """By target and tier, without what was restored of targets that did not come back."""
         sizes = self.knowledge.index.sizes().items()
         return {(t, tier): count for (t, tier), count in sizes if not self.snapshots.waits_for(t)}
 

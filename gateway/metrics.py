@@ -120,6 +120,9 @@ class Metrics:
         )
         self._kv_events = counter("kv_events", "KV events applied.", "worker", "kind")
         self._kv_event_gaps = counter("kv_event_gaps", "Gaps seen in the workers' event streams.")
+        self._index_probes = counter(
+            "index_probes", "Probes of what a worker holds whose events were missed.", "worker", "result"
+        )
         self._pool_lookup = histogram("pool_lookup_seconds", "Look-ups of a prefix in the pool.", _SECONDS)
         self._ttft = histogram("ttft_seconds", "From the request to the answer's first byte.", _TTFT_SECONDS)
         self._upstream_errors = counter("upstream_errors", "Tries that a worker failed.", "worker", "class")
@@ -140,7 +143,7 @@ class Metrics:
             "decision_log_dropped", "Decisions that are not in the decision log's file."
         )
         self._overloads = counter("overloaded", "Turns turned away for want of room.")
-        self._by_worker = (self._kv_events, self._upstream_errors, self._mispredicted)
+        self._by_worker = (self._kv_events, self._upstream_errors, self._mispredicted, self._index_probes)
         # Made once: they are on every turn's way, and show as 0 from the start.
         self._sources = {s: self._prompt_tokens.labels(s) for s in ("local", "pool", "computed")}
         self.registry.register(self._state)
@@ -191,6 +194,11 @@ class Metrics:
     @_harmless
     def kv_events(self, worker: str, kind: str, count: int = 1) -> None:
         self._kv_events.labels(self._worker(worker), self._word("kind", kind)).inc(count)
+
+    @_harmless
+    def index_probe(self, worker: str, result: str) -> None:
+        """confirmed: all that was asked for is there; missing; unsupported; or failed."""
+        self._index_probes.labels(self._worker(worker), self._word("probe", result)).inc()
 
     @_harmless
     def pool_lookup(self, seconds: float) -> None:

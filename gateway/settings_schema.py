@@ -222,6 +222,14 @@ class Index(Section, frozen=True):
         float,
         Meta(ge=0, le=1, description="How much of a worker's blocks counts while they are not proven."),
     ] = 0.5
+    probes_per_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Probes a second, at most, that find out what workers hold whose KV events were "
+            "missed for good: the beginnings of recent prompts, for one token each. 0: none.",
+        ),
+    ] = 1.0
 
 
 class Mooncake(Section, frozen=True):

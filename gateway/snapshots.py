@@ -136,7 +136,7 @@ class Snapshots:
         captures = self._knowledge.index.capture(), self._knowledge.certain.capture()
         at = time.monotonic()
         for capture in captures:
-            while not capture.advance():
+            while not capture.advance():  # noqa: ASYNC110 - gives way between two pieces of work
                 await asyncio.sleep(0)
         index, certain = (capture.whole() for capture in captures)
         try:

@@ -19,6 +19,7 @@ from gateway.decisions import DecisionLog, DecisionRecord
 from gateway.divergence import PrefixReport
 from gateway.exchange import ClientGone, Exchange, Headers, Receive, Scope, Send
 from gateway.headers import for_client, for_worker
+from gateway.hot_chains import HotChains
 from gateway.keep_alive import keep_alive
 from gateway.learning import Learning
 from gateway.metrics import Metrics
@@ -108,6 +109,7 @@ class TurnApp:
         responses: StoredResponses,
         bodies: Bodies,
         learning: Learning,
+        hot: HotChains | None,
     ) -> None:
         self._router = router
         self._transport = transport
@@ -126,6 +128,7 @@ class TurnApp:
         self._stored = responses
         self._bodies = bodies
         self._learning = learning
+        self._hot = hot
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
@@ -369,6 +372,8 @@ class TurnApp:
             self._fleet.answered(placement.target.worker)
         if status == 200 and turn.sight is not None:
             self._router.computed(turn.sight, placement.target)
+            if self._hot is not None and turn.parsed is not None and turn.sight.reads_cache:
+                self._hot.saw(turn.parsed, turn.sight.understood)
 
     async def _refuse(self, turn: TurnState, error: errors.ApiError) -> None:
         exchange = turn.exchange

@@ -62,7 +62,8 @@ class IndexSnapshot(msgspec.Struct, frozen=True, array_like=True):
 class Capture:
     """One index's state when this was made. Before a holder or a run changes, the index must `keep` it.
 
-    runs: the most recently used first. number: larger than that of any capture before. ended: called with it once all is taken.
+    runs: the most recently used first. number: larger than that of any capture before. ended: called with it
+    once all is taken.
     """
 
     def __init__(

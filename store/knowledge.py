@@ -40,6 +40,14 @@ class Held:
     certain: dict[str, int]
 
 
+@dataclass(slots=True, eq=False)
+class Reported:
+    """What a target has announced again of the chain `keys`: so many leading blocks."""
+
+    keys: Sequence[int]
+    blocks: int = 0
+
+
 class Knowledge:
     """The event sink. Not thread-safe: belongs to the event loop.
 
@@ -71,7 +79,7 @@ class Knowledge:
         self._schemes: dict[str, HashScheme] = {}
         self._assumed: frozenset[str] = frozenset()
         self._unchecked: dict[str, int] = {}
-        self._probed: dict[str, list[Sequence[int]]] = {}
+        self._probed: dict[str, list[Reported]] = {}
         self._shown_before: dict[str, Shown] = {}
 
     def match(self, keys: Sequence[int], *, limit: int | None = None) -> Held:
@@ -185,20 +193,30 @@ class Knowledge:
         self._assumed -= {target}
 
     @contextmanager
-    def probe(self, target: str, keys: Sequence[int]) -> Generator[None]:
+    def probe(self, target: str, keys: Sequence[int]) -> Generator[Reported]:
         """While a request with `kv_cache_report_mode: full` for the chain `keys` runs on `target`.
 
         The engine then announces its whole hit again, in events that look like those of new copies (vLLM
         0.32); meanwhile they are taken for reports. Copies counted too low by that cost credit, not truth.
         """
+        reported = Reported(list(keys))
         probed = self._probed.setdefault(target, [])
-        probed.append(keys)
+        probed.append(reported)
         try:
-            yield
+            yield reported
         finally:
-            probed.remove(keys)
+            probed.remove(reported)
             if not probed:
                 self._probed.pop(target, None)
+
+    def probed(self, target: str, keys: Sequence[int], hit: int, computed: int) -> None:
+        """A probe showed that of the chain `keys` only the first `hit` blocks were there.
+
+        It made the engine compute the others up to `computed`, so these are there by now. Where nothing was
+        there, they came as one run from the root, and were taken for a report.
+        """
+        if target in self.doubts:
+            self.index.removed(target, keys[hit or computed :])
 
     def reset(self, target: str, why: str) -> None:
         """Forget the blocks of `target`; a new life of it may hash differently."""
@@ -254,6 +272,8 @@ class Knowledge:
         if tier == "gpu":
             self._groups.setdefault(target, {})[group] = need
         report = event.parent is None and self._is_report(target, event.keys)
+        if report and (need is not None or event.group):
+            return  # engines report blocks of window groups that they do not hold (vLLM 0.32)
         for index in self._indexes(target):
             index.describe(target, group, need, tier=tier)
             if event.spec_kind in UNPROVEN:
@@ -265,10 +285,13 @@ class Knowledge:
                 index.stored(target, event.keys, event.parent, tier=tier, group=group, report=report)
 
     def _is_report(self, target: str, keys: Sequence[int]) -> bool:
-        return any(
-            len(keys) <= len(probed) and keys[-1:] == list(probed[len(keys) - 1 : len(keys)])
-            for probed in self._probed.get(target, ())
-        )
+        found = False
+        for reported in self._probed.get(target, ()):
+            blocks = len(keys)
+            if blocks <= len(reported.keys) and keys[-1:] == reported.keys[blocks - 1 : blocks]:
+                reported.blocks = max(reported.blocks, blocks)
+                found = True
+        return found
 
     def _check(self, target: str, event: BlockStored) -> None:
         """Hash the first block as the worker should have, and note whether it did."""

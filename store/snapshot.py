@@ -102,11 +102,11 @@ def load(path: Path) -> Restored:
     Blocks: about half a second a million blocks. Raises OSError (there is no file, or it can't be read),
     BadSnapshot.
     """
-    content = memoryview(path.read_bytes())
-    if content[: len(_MAGIC)] != _MAGIC:
+    content = path.read_bytes()
+    if not content.startswith(_MAGIC):
         raise BadSnapshot("not a snapshot of this version")
-    data, digest = content[len(_MAGIC) : -_SUM_BYTES], content[-_SUM_BYTES:]
-    if xxhash.xxh3_64_digest(data) != digest:
+    data = memoryview(content)[len(_MAGIC) : -_SUM_BYTES]
+    if xxhash.xxh3_64_digest(data) != content[-_SUM_BYTES:]:
         raise BadSnapshot("it was damaged or cut")
     try:
         end = _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "big")

@@ -190,6 +190,11 @@ class EventStreams:
         stream = self._streams.get(target)
         return stream.sequencer.state if stream is not None else None
 
+    def status_of(self, target: str) -> StreamStatus | None:
+        """None: it is not followed."""
+        stream = self._streams.get(target)
+        return None if stream is None else _status(stream, time.monotonic())
+
     def status(self) -> dict[str, StreamStatus]:
         now = time.monotonic()
         return {target: _status(stream, now) for target, stream in self._streams.items()}

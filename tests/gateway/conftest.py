@@ -22,6 +22,8 @@ QUICK = {
     "MOONGATE_WORKERS__HEALTH_TIMEOUT_S": "20",
     "MOONGATE_PROMPT__SOURCE": "local",
     "MOONGATE_INDEX__SNAPSHOT_PATH": "",
+    # Of what workers are sent tests expect to see every request.
+    "MOONGATE_INDEX__PROBES_PER_S": "0",
 }
 
 

@@ -1,0 +1,93 @@
+"""A prefix that no event will ever tell of again is found by probes, on the real engine."""
+
+import numpy as np
+import pytest
+
+from gateway.api import ParsedTurn
+from gateway.connections import Connections
+from gateway.hot_chains import HotChains
+from gateway.prompts import Understood
+from gateway.resync import Result, Resync
+from real_fleet import BLOCK, RealFleet, RealWorker
+from store.hashing import HashScheme, chain
+from store.knowledge import Knowledge
+from store.prompt.request import Ids, Prompt
+from store.streams import EventSource, EventStreams
+from workers.fleet import Fleet
+from workers.worker import EngineReport, KvEndpoint, ModelCard
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+SCHEME = HashScheme("sha256_cbor", BLOCK)
+
+
+def prompt(seed: int, blocks: int) -> Ids:
+    """Ends within a block."""
+    return np.random.default_rng(seed).integers(5, 900, blocks * BLOCK + 7, dtype=np.uint32)
+
+
+async def cached(fleet: RealFleet, worker: RealWorker, tokens: Ids) -> int:
+    """Blocks that the worker finds of a prompt."""
+    body = {"model": fleet.model, "prompt": tokens.tolist(), "max_tokens": 1}
+    answer = await fleet.client.post(f"{worker.url}/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] // BLOCK
+
+
+async def test_b015_what_no_event_tells_of_any_more_is_found_by_probes(fleet: RealFleet) -> None:
+    """As after a restart of the gateway without a snapshot, at a worker that can't replay."""
+    worker = fleet.workers[0]
+    held, gone = prompt(41, 120), prompt(42, 40)
+    await cached(fleet, worker, held)
+    knowledge = Knowledge()
+    streams, known = EventStreams(knowledge), Fleet()
+    transport = Connections(connect_s=2, between_chunks_s=10)
+    results: list[tuple[str, Result]] = []
+    resync = Resync(
+        fleet=known,
+        knowledge=knowledge,
+        streams=streams,
+        transport=transport,
+        counted=lambda name, result: results.append((name, result)),
+        api_key="",
+        per_s=20,
+    )
+    known.mark_up(
+        known.add(worker.url),
+        EngineReport(),
+        (ModelCard(fleet.model),),
+        (KvEndpoint(0, worker.events, None),),
+    )
+    assert isinstance(resync.chains, HotChains)
+    keys = {name: chain(tokens, SCHEME).keys for name, tokens in (("held", held), ("gone", gone))}
+    knowledge.expect(worker.name, SCHEME)
+    await transport.start()
+    await streams.start()
+    try:
+        streams.subscribe(EventSource(worker.name, worker.events, None))
+        await fleet.until(lambda: degraded(streams, worker))
+        for tokens in (gone, held):
+            understood = Understood(Prompt(tokens, chain(tokens, SCHEME), "ids"), SCHEME)
+            resync.chains.saw(ParsedTurn("completions", fleet.model), understood)
+        resync.start()
+
+        async def found() -> bool:
+            return knowledge.match(keys["held"]).certain.get(worker.name) == 120 and len(results) >= 5
+
+        try:
+            await fleet.until(found, budget_s=20)
+        except TimeoutError:
+            raise AssertionError(f"{results}, {knowledge.index.sizes()}") from None
+        assert [result for _, result in results] == ["confirmed"] * 4 + ["missing"]
+        # Of what was not there the beginning was computed for the probe, and is there now.
+        assert knowledge.match(keys["gone"]).certain[worker.name] == 16
+        await resync.close()
+        assert [await cached(fleet, worker, tokens) for tokens in (held, gone)] == [120, 16]
+    finally:
+        await resync.close()
+        await streams.close()
+        await transport.close()
+
+
+async def degraded(streams: EventStreams, worker: RealWorker) -> bool:
+    return streams.state(worker.name) == "degraded"
