@@ -84,6 +84,7 @@ class Gateway:
                 mooncake.master,
                 http_port=mooncake.http_port,
                 budget_s=mooncake.budget_ms / 1e3,
+                lookup=mooncake.lookup,
                 remove_dead=mooncake.remove_dead,
             )
             if mooncake.master

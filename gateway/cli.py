@@ -111,6 +111,10 @@ def serve(
         _fail(f"workers.urls: {error}")
     except BadKeysFile as error:
         _fail(f"auth.api_keys_file: {error}")
+    except ImportError as error:
+        if error.name not in ("mooncake", "mooncake.store"):
+            raise
+        _fail('mooncake.lookup: "rpc" needs the Mooncake store client, the `mooncake` extra')
     except CannotListen as error:
         _fail(str(error), 1)
     except CannotStart:

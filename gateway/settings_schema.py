@@ -242,6 +242,13 @@ class Mooncake(Section, frozen=True):
     budget_ms: Annotated[
         float, Meta(gt=0, description="Milliseconds a turn waits for the pool before it goes without.")
     ] = 5.0
+    lookup: Annotated[
+        Literal["http", "rpc"],
+        Meta(
+            description="How the pool is asked for blocks: through the master's HTTP, or by the store client, "
+            "which is faster and keeps what it asked for from eviction for the master's lease."
+        ),
+    ] = "http"
     remove_dead: Annotated[
         bool,
         Meta(

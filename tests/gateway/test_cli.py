@@ -232,3 +232,16 @@ def test_settings_that_do_not_fit_end_serve_with_one_line(
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_a_lookup_by_a_client_that_is_not_installed_ends_serve_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    env = {
+        "MOONGATE_MOONCAKE__LOOKUP": "rpc",
+        "MOONGATE_MOONCAKE__MASTER": "127.0.0.1:1",
+        "PYTHONPATH": f"{tmp_path}:{PROJECT}",
+    }
+    done = moongate("serve", "--port", "0", "--admin-token", "t", env=env, cwd=tmp_path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "mooncake.lookup" in done.stderr

@@ -51,6 +51,24 @@ async def test_tokens_in_a_workers_own_segment_are_told_from_those_across_the_ne
     assert [each["own_segment_tokens"] for each in shown] == [5 * 32, 3 * 32, 0]
 
 
+@pytest.mark.parametrize("lookup", ["http", "rpc"])
+async def test_blocks_that_were_looked_up_by_the_client_cannot_be_evicted_meanwhile(
+    rig: PoolRig, peers, front, lookup: str
+) -> None:
+    worker = await peers(say_ok)
+    rig.serve(worker)
+    gate = await front(worker, env=rig.env(worker, MOONGATE_MOONCAKE__LOOKUP=lookup))
+    body = rig.body(f"pinned {lookup}")
+    chain = rig.prompt(body).chain
+    rig.stores[0].put(chain.digests[:4])
+    (shown,) = (await explained(gate, body)).values()
+    assert shown["pool_tokens"] == 4 * 32
+    client = rig.stores[0]._client()
+    assert client is not None
+    codes = {client.remove(KeyLayout(rig.model).keys(digest)[0]) for digest in chain.digests[:4]}
+    assert codes == ({0} if lookup == "http" else {-706})  # OBJECT_HAS_LEASE
+
+
 async def test_a_lost_workers_share_of_the_pool_counts_for_nothing_until_it_is_back(
     rig: PoolRig, peers, front
 ) -> None:
