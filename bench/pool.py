@@ -2,10 +2,10 @@
 
 A master of its own on this machine, with objects of 1 KiB. `look-up` is of prompts that nobody asked for yet,
 all of whose blocks are there, through the master's HTTP and through the store client, without a budget that
-matters. `faults` are of turns one after the other, each a new prompt of 500 blocks, with the budget of 5 ms:
-added time at p50, p99 and the worst, while the master is well, frozen (SIGSTOP), slow (every answer 100 ms
-late), killed, and started anew (3 s of turns). The figures at p99 hold the scheduling of a machine that runs master, turns and
-whatever else: `load` is what it had to do.
+matters. Faults are of turns one after the other, each a new prompt of 500 blocks, with the budget of 5 ms:
+time added at p50, p99 and worst while the master is well, frozen (SIGSTOP), slow (every answer 100 ms late),
+killed, and started anew (3 s of turns). It holds the scheduling of a machine that runs the master, the turns
+and whatever else: `load` is what it had to do.
 """
 
 import argparse
@@ -78,7 +78,7 @@ async def late(port: int, delay: Callable[[], float]) -> AsyncIterator[int]:
 
 async def well(view: PoolView) -> None:
     async with asyncio.timeout(20):
-        while view.degraded:
+        while view.degraded:  # noqa: ASYNC110 - the view has an owner of its own that looks
             await asyncio.sleep(0.02)
 
 

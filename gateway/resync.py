@@ -23,7 +23,7 @@ from gateway.headers import for_worker
 from gateway.hot_chains import HotChain, HotChains
 from gateway.transport import Transport, UpstreamError
 from gateway.usage import parse_usage
-from store.knowledge import Knowledge, Reported
+from store.knowledge import PROBE_SESSION, Knowledge, Reported
 from store.streams import EventStreams
 from workers.fleet import Fleet, FleetEvent
 from workers.worker import Target, Worker
@@ -226,12 +226,13 @@ class Resync:
         usage = parse_usage(content)
         cached = None if usage is None or usage.cached_tokens is None else usage.cached_tokens
         blocks = probe.blocks if cached is None else cached // chain.scheme.block_size
-        if blocks == 0:
-            return "missing", 0
+        # Where nothing was there, all of it comes as one run from the root, like a report.
         left = int(_EVENTS_S / _LOOK_S)
-        while reported.blocks < blocks and left:
+        while reported.blocks < (blocks or probe.blocks) and left:
             await asyncio.sleep(_LOOK_S)
             left -= 1
+        if blocks == 0:
+            return "missing", 0
         if reported.blocks == 0:
             now = self._streams.status_of(probe.target.name)
             lost = connected is None or now is None or now.resets != connected.resets
@@ -247,14 +248,14 @@ class Resync:
             "model": chain.model,
             "prompt": ids if len(ids) > end else [*ids, ids[-1]],
             "max_tokens": 1,
-            "vllm_xargs": {"kv_cache_report_mode": "full"},
+            "vllm_xargs": {"kv_cache_report_mode": "full", "session_id": PROBE_SESSION},
         }
         if chain.salt is not None:
             body["cache_salt"] = chain.salt
         headers = for_worker(
             [(b"content-type", b"application/json")],
             api_key=self._api_key,
-            request_id="moongate-probe",
+            request_id=PROBE_SESSION,
             rank=target.rank,
         )
         sent = msgspec.json.encode(body)

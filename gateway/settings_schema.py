@@ -245,8 +245,8 @@ class Mooncake(Section, frozen=True):
     lookup: Annotated[
         Literal["http", "rpc"],
         Meta(
-            description="How the pool is asked for blocks: through the master's HTTP, or by the store client, "
-            "which is faster and keeps what it asked for from eviction for the master's lease."
+            description="How the pool is asked for blocks: through the master's HTTP, or by the store "
+            "client, which is faster and keeps what it asked for from eviction for the master's lease."
         ),
     ] = "http"
     remove_dead: Annotated[

@@ -42,7 +42,8 @@ class BlockStored(msgspec.Struct, frozen=True):
     keys: 64-bit keys of the listed blocks. parent: key of the block before the run, None at the root.
     token_ids: tokens of the whole run. A sliding-window group lists only the blocks it retains of that run,
     so `len(keys) * block_size` may be less than `len(token_ids)`: such keys are no chain (`sparse`).
-    extra_keys: per listed block, untagged. digests: full digests where events carry bytes.
+    extra_keys: per listed block, untagged. digests: full digests where events carry bytes. session: what the
+    request called its session, if it did.
     """
 
     keys: list[int]
@@ -57,6 +58,7 @@ class BlockStored(msgspec.Struct, frozen=True):
     spec_kind: str | None = None
     window: int | None = None
     digests: list[bytes] | None = None
+    session: str | None = None
 
     @property
     def sparse(self) -> bool:
@@ -105,6 +107,9 @@ class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    locality: Any = None
+    ownership: Any = None
+    session_id: Any = None
 
 
 class _Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
@@ -218,6 +223,7 @@ def _stored(event: _Stored, tier: Tier, pool: bool) -> BlockStored:
         spec_kind=event.kv_cache_spec_kind,
         window=event.kv_cache_spec_sliding_window,
         digests=[h for h in hashes if isinstance(h, bytes)] if hashes and type(hashes[0]) is bytes else None,
+        session=event.session_id if isinstance(event.session_id, str) else None,
     )
 
 

@@ -16,6 +16,8 @@ from store.index import BlockIndex
 
 # A matching scheme is looked at again after so many root blocks: 12 us each (facts part 1, section 1).
 _RECHECK_EVERY: Final = 256
+# What a probe calls its session: its events say so, replayed later or seen by another gateway as well.
+PROBE_SESSION: Final = "moongate-probe"
 # What operators set PYTHONHASHSEED to.
 _COMMON_SEEDS: Final = ("0", "1", "42", "123", "1234")
 
@@ -197,7 +199,7 @@ class Knowledge:
         """While a request with `kv_cache_report_mode: full` for the chain `keys` runs on `target`.
 
         The engine then announces its whole hit again, in events that look like those of new copies (vLLM
-        0.32); meanwhile they are taken for reports. Copies counted too low by that cost credit, not truth.
+        0.32); they are taken for reports. Copies counted too low by that cost credit, not truth.
         """
         reported = Reported(list(keys))
         probed = self._probed.setdefault(target, [])
@@ -271,7 +273,7 @@ class Knowledge:
         )
         if tier == "gpu":
             self._groups.setdefault(target, {})[group] = need
-        report = event.parent is None and self._is_report(target, event.keys)
+        report = event.parent is None and self._is_report(target, event.keys, event.session)
         if report and (need is not None or event.group):
             return  # engines report blocks of window groups that they do not hold (vLLM 0.32)
         for index in self._indexes(target):
@@ -284,8 +286,8 @@ class Knowledge:
             else:
                 index.stored(target, event.keys, event.parent, tier=tier, group=group, report=report)
 
-    def _is_report(self, target: str, keys: Sequence[int]) -> bool:
-        found = False
+    def _is_report(self, target: str, keys: Sequence[int], session: str | None) -> bool:
+        found = session == PROBE_SESSION
         for reported in self._probed.get(target, ()):
             blocks = len(keys)
             if blocks <= len(reported.keys) and keys[-1:] == reported.keys[blocks - 1 : blocks]:

@@ -18,8 +18,9 @@ from typing import Final, Literal, TypeAlias
 import xxhash
 
 StreamState: TypeAlias = Literal["exact", "catching-up", "degraded"]
-"""exact: every batch of the publisher's life was applied. degraded: some never will be; what they stored is
-unknown, what they may have removed is in doubt. catching-up: not connected, or not yet one of the two."""
+"""exact: every batch of the publisher's life was applied, or since its GPU cache was empty. degraded: some
+never will be; what they stored is unknown, what they may have removed is in doubt. catching-up: not
+connected, or not yet one of the two."""
 
 # Live batches kept while a replay runs: twice a publisher's replay buffer (vLLM 0.32 `buffer_steps`).
 MAX_HELD: Final = 20_000
@@ -182,7 +183,7 @@ class Sequencer:
         self.complete = False
 
     def emptied(self) -> None:
-        """The batch last delivered said that the publisher holds nothing: whatever was missed is void."""
+        """The batch last delivered said that the GPU cache is empty: whatever was missed of it is void."""
         self.complete = True
         self._rebuildable = False
 

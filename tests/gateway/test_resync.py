@@ -47,7 +47,9 @@ class Engine:
         if self.evicts and "vllm_xargs" not in body:
             hit = len(keys)
         events: list[Any] = []
-        if body.get("vllm_xargs") == {"kv_cache_report_mode": "full"}:
+        mode = body.get("vllm_xargs", {})
+        session = {"session_id": mode.get("session_id"), "group_idx": 0}
+        if mode.get("kv_cache_report_mode") == "full":
             self.probes.append(len(keys))
             if self.hangs:
                 await connection.gone.wait()
@@ -55,11 +57,11 @@ class Engine:
                 return
             assert (body["max_tokens"], len(tokens) % BLOCK) == (1, 1)
             if self.knows_mode and hit:
-                events.append(stored(keys[:hit], token_ids=tokens[: hit * BLOCK], group_idx=0))
+                events.append(stored(keys[:hit], token_ids=tokens[: hit * BLOCK], **session))
         if keys[hit:]:
             parent = keys[hit - 1] if hit else None
             computed = tokens[hit * BLOCK : len(keys) * BLOCK]
-            events.append(stored(keys[hit:], parent, token_ids=computed, group_idx=0))
+            events.append(stored(keys[hit:], parent, token_ids=computed, **session))
             self.held.update(keys)
         if self.evicts:
             self.held.clear()

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from store.events import AllBlocksCleared, BadBatch, BlockRemoved, BlockStored, decode
 
@@ -65,13 +66,15 @@ def test_b013_short_positional_events_are_read(fields: int) -> None:
 
 
 def test_b013_unknown_trailing_fields_and_map_keys_are_passed_over() -> None:
-    longer = [*positional(STORED), "local", "owner", "session", {"new": 1}, 7]
+    longer = [*positional(STORED), "local", "owner", "s", {"new": 1}, 7]
     wider = {**STORED, "locality": "LOCAL", "session_id": "s", "novelty": [1]}
     payload = msgspec.msgpack.encode([1.5, [longer, wider, ["AllBlocksCleared", 1, 2]], 0, "more", 2])
     decoded = decode(payload)
     assert decoded.unknown == decoded.broken == 0
     first, second, third = decoded.events
-    assert first == second == decode(batch(STORED)).events[0]
+    assert first == second == replace(decode(batch(STORED)).events[0], session="s")
+    (odd,) = decode(msgspec.msgpack.encode([1.5, [[*positional(STORED), 1, {}, [3]]], 0])).events
+    assert odd == decode(batch(STORED)).events[0]
     assert third == AllBlocksCleared()
 
 
