@@ -1,9 +1,10 @@
-"""The same sessions on live simulated workers and in the replay: do they find the same cached?
+"""The same sessions on live workers and in the replay: do they find the same cached?
 
-    .venv/bin/python bench/replay.py [--quick]
+    .venv/bin/python bench/replay.py [--quick] [--engine vllm]
 
-Three simulated workers, each session from one to the next, with and without a Mooncake pool. Prompts are
-token ids, so that both know their lengths exactly; the live fleet's hit rates are the engines' own counts.
+Three workers, simulated ones or real vLLM on the CPU, each session from one to the next, with and without a
+Mooncake pool. Prompts are token ids, so that both know their lengths exactly; the live fleet's hit rates are
+the engines' own counts.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Literal
 
 import aiohttp
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
-
-from wire.targets import Target, Targets, await_ready
+sys.path[:0] = [str(ROOT)]
 
 from policies.types import Candidate, Decision, Turn, action_of
 from replay import profile as profiles
@@ -31,14 +31,14 @@ from replay.chains import Pieces
 from replay.driver import Fleet, Load, Run
 from replay.measure import ideal_hits, measure
 from replay.traces.types import KEY_SPACE, Asked, Session, Trace
-from workers.launch.mooncake import MooncakeMaster
+from workers.launch.model import local_model
+from workers.launch.plan import LocalFleet, Plan
 from workers.launch.ports import free_ports
-from workers.launch.sim import SimWorkerSpec, command
-from workers.launch.tiny_model import make_tiny_model
+from workers.launch.supervisor import Supervised
 
 WORKERS, SIZE, BLOCKS, OBJECT = 3, 32, 400, 16 << 10
 HEAD, FIRST, NEW, ANSWER, THINK_S = 640, 1_000, 400, 8, 0.2
-MODEL = "replayed"
+Engine = Literal["sim", "vllm"]
 
 
 def ids(session: int, turns: int) -> list[int]:
@@ -98,51 +98,45 @@ def replayed(sessions: int, turns: int, *, pool: bool) -> float:
     return measure(run, ideal_hits(trace), bounds(trace, fleet.profiles, sessions), WORKERS, 0.0).hit_rate
 
 
-async def live(targets: Targets, ports: Any, logs: Path, sessions: int, turns: int, *, pool: bool) -> float:
-    master = MooncakeMaster(rpc_port=next(ports), http_port=next(ports), log=logs / "master.log")
-    if pool:
-        await master.start()
-    try:
-        model = str(make_tiny_model(ROOT / ".moongate" / "models" / "tiny"))
-        specs = [
-            SimWorkerSpec(
-                python=Path(sys.executable),
-                model=model,
-                port=next(ports),
-                events_port=next(ports),
-                replay_port=next(ports),
-                segment_port=next(ports),
-                mooncake=master.address if pool else None,
-                served_model_name=MODEL,
-                block_size=SIZE,
-                blocks=BLOCKS,
-            )
-            for _ in range(WORKERS)
-        ]
-        for spec in specs:
-            argv, env = command(spec)
-            targets.run(f"worker-{spec.port}", argv[1:], **env)
-        probe = json.dumps({"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]})
-        for spec in specs:
-            await asyncio.to_thread(await_ready, Target(spec.url, spec.port), probe.encode())
-        async with aiohttp.ClientSession() as http:
-            before = [await _counts(http, spec.url) for spec in specs]
-            await _drive(http, specs, sessions, turns)
-            after = [await _counts(http, spec.url) for spec in specs]
-    finally:
-        await master.stop()
+async def live(engine: Engine, logs: Path, sessions: int, turns: int, *, pool: bool) -> float:
+    fleet = LocalFleet(
+        engine=engine,
+        workers=WORKERS,
+        mooncake=None if pool else "off",
+        port=next(free_ports(above=28_000)),
+        directory=logs,
+        blocks=BLOCKS,
+    )
+    with TemporaryDirectory(dir=logs) as directory:
+        model = local_model("", ROOT / ".moongate" / "models")
+        plan = Plan.make(fleet, model, Path(directory), logs=logs, cache=ROOT / ".moongate" / "cache")
+        running: list[Supervised] = []
+        try:
+            for process in [*([plan.master()] if pool else []), *plan.workers()]:
+                running.append(process)
+                await process.start()
+            urls = [f"http://127.0.0.1:{ports.http}" for ports in plan.worker_ports]
+            async with aiohttp.ClientSession() as http:
+                before = [await _counts(http, url) for url in urls]
+                await _drive(http, urls, model.name, sessions, turns)
+                after = [await _counts(http, url) for url in urls]
+        finally:
+            for process in reversed(running):
+                await process.stop(10.0)
     queries, hits = (
         sum(now[place] - then[place] for now, then in zip(after, before, strict=True)) for place in (0, 1)
     )
     return hits / queries
 
 
-async def _drive(http: aiohttp.ClientSession, specs: list[SimWorkerSpec], sessions: int, turns: int) -> None:
+async def _drive(
+    http: aiohttp.ClientSession, urls: Sequence[str], model: str, sessions: int, turns: int
+) -> None:
     async def one(number: int) -> None:
         await asyncio.sleep(THINK_S * number / sessions)
         for turn in range(turns):
-            body = {"model": MODEL, "prompt": ids(number, turn + 1), "max_tokens": ANSWER, "ignore_eos": True}
-            url = specs[_worker(number, turn)].url
+            body = {"model": model, "prompt": ids(number, turn + 1), "max_tokens": ANSWER, "ignore_eos": True}
+            url = urls[_worker(number, turn)]
             async with http.post(f"{url}/v1/completions", json=body) as answer:
                 assert answer.status == 200, await answer.text()
                 await answer.read()
@@ -166,20 +160,22 @@ async def _counts(http: aiohttp.ClientSession, url: str) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer sessions, under 60 s")
-    sessions, turns = (14, 6) if parser.parse_args().quick else (20, 10)
-    logs = ROOT / ".moongate" / "logs" / "bench-replay"
+    parser.add_argument("--engine", choices=("sim", "vllm"), default="sim", help="real vLLM takes minutes")
+    args = parser.parse_args()
+    sessions, turns = (14, 6) if args.quick else (20, 10)
+    logs = ROOT / ".moongate" / "bench-replay"
     logs.mkdir(parents=True, exist_ok=True)
     found: dict[str, float] = {}
     for pool in (False, True):
         name = "pool" if pool else "no_pool"
-        with Targets(logs) as targets:
-            measured = asyncio.run(live(targets, free_ports(above=28_000), logs, sessions, turns, pool=pool))
+        measured = asyncio.run(live(args.engine, logs, sessions, turns, pool=pool))
         began = time.perf_counter()
         predicted = replayed(sessions, turns, pool=pool)
         found |= {f"{name}_live_hit_rate": measured, f"{name}_replay_hit_rate": predicted}
         print(
             f"{name:8} live {100 * measured:5.1f} %   replay {100 * predicted:5.1f} %"
-            f"   ({time.perf_counter() - began:.2f} s)"
+            f"   ({time.perf_counter() - began:.2f} s)",
+            flush=True,
         )
     print("RESULT " + json.dumps({key: round(value, 4) for key, value in found.items()}))
 
