@@ -4,7 +4,8 @@
 
 Three workers, simulated ones or real vLLM on the CPU, each session from one to the next, with and without a
 Mooncake pool. Prompts are token ids, so that both know their lengths exactly; the live fleet's hit rates are
-the engines' own counts.
+the engines' own counts. Real vLLM is asked one turn at a time: how fast the CPU is would decide else what
+is in use at once, and so what is evicted.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from workers.launch.supervisor import Supervised
 
 WORKERS, SIZE, BLOCKS, OBJECT = 3, 32, 400, 16 << 10
 HEAD, FIRST, NEW, ANSWER, THINK_S = 640, 1_000, 400, 8, 0.2
+# In the replay of turns that are asked one at a time: each is over long before the next.
+SERIAL_S = 60.0
 Engine = Literal["sim", "vllm"]
 
 
@@ -47,7 +50,7 @@ def ids(session: int, turns: int) -> list[int]:
     return [*range(100, 100 + HEAD), *((session * 7919 + place * 31) % 800 + 100 for place in range(own))]
 
 
-def as_trace(sessions: int, turns: int) -> Trace:
+def as_trace(sessions: int, turns: int, think_s: float) -> Trace:
     """The same for the replay. Answers are not part of later prompts."""
     found: list[Session] = []
     for number in range(sessions):
@@ -58,7 +61,7 @@ def as_trace(sessions: int, turns: int) -> Trace:
             blocks = tokens // SIZE
             head = range(1, 1 + HEAD // SIZE)
             chain = Pieces([head, range(own, own + blocks - len(head)), range(unseen, unseen + 2)])
-            asked.append(Asked(chain, tokens, ANSWER, THINK_S))
+            asked.append(Asked(chain, tokens, ANSWER, think_s))
         found.append(Session(f"s{number}", asked))
     return Trace(SIZE, found)
 
@@ -80,7 +83,7 @@ def _worker(session: int, turn: int) -> int:
     return (session + turn // 2) % WORKERS
 
 
-def replayed(sessions: int, turns: int, *, pool: bool) -> float:
+def replayed(sessions: int, turns: int, *, pool: bool, serial: bool) -> float:
     figures = {
         "block_size": SIZE,
         "block_bytes": OBJECT,
@@ -91,9 +94,10 @@ def replayed(sessions: int, turns: int, *, pool: bool) -> float:
         "overhead_s": 0.0,
     }
     profile = profiles.load("qwen3-32b-2xh100", figures)
-    trace = as_trace(sessions, turns)
+    think_s = SERIAL_S if serial else THINK_S
+    trace = as_trace(sessions, turns, think_s)
     fleet = Fleet(profile, WORKERS, "owner" if pool else None)
-    load = Load(sessions, ramp_s=THINK_S)
+    load = Load(sessions, ramp_s=think_s)
     run = Run(trace, fleet, load, Rotation(), 0, [0.0] * sessions).run()
     return measure(run, ideal_hits(trace), bounds(trace, fleet.profiles, sessions), WORKERS, 0.0).hit_rate
 
@@ -118,7 +122,7 @@ async def live(engine: Engine, logs: Path, sessions: int, turns: int, *, pool: b
             urls = [f"http://127.0.0.1:{ports.http}" for ports in plan.worker_ports]
             async with aiohttp.ClientSession() as http:
                 before = [await _counts(http, url) for url in urls]
-                await _drive(http, urls, model.name, sessions, turns)
+                await _drive(http, urls, model.name, sessions, turns, serial=engine == "vllm")
                 after = [await _counts(http, url) for url in urls]
         finally:
             for process in reversed(running):
@@ -130,19 +134,27 @@ async def live(engine: Engine, logs: Path, sessions: int, turns: int, *, pool: b
 
 
 async def _drive(
-    http: aiohttp.ClientSession, urls: Sequence[str], model: str, sessions: int, turns: int
+    http: aiohttp.ClientSession, urls: Sequence[str], model: str, sessions: int, turns: int, *, serial: bool
 ) -> None:
+    async def ask(number: int, turn: int) -> None:
+        body = {"model": model, "prompt": ids(number, turn + 1), "max_tokens": ANSWER, "ignore_eos": True}
+        url = urls[_worker(number, turn)]
+        async with http.post(f"{url}/v1/completions", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            await answer.read()
+
     async def one(number: int) -> None:
         await asyncio.sleep(THINK_S * number / sessions)
         for turn in range(turns):
-            body = {"model": model, "prompt": ids(number, turn + 1), "max_tokens": ANSWER, "ignore_eos": True}
-            url = urls[_worker(number, turn)]
-            async with http.post(f"{url}/v1/completions", json=body) as answer:
-                assert answer.status == 200, await answer.text()
-                await answer.read()
+            await ask(number, turn)
             await asyncio.sleep(THINK_S)
 
-    await asyncio.gather(*(one(number) for number in range(sessions)))
+    if not serial:
+        await asyncio.gather(*(one(number) for number in range(sessions)))
+        return
+    for turn in range(turns):
+        for number in range(sessions):
+            await ask(number, turn)
 
 
 async def _counts(http: aiohttp.ClientSession, url: str) -> tuple[float, float]:
@@ -170,7 +182,7 @@ def main() -> None:
         name = "pool" if pool else "no_pool"
         measured = asyncio.run(live(args.engine, logs, sessions, turns, pool=pool))
         began = time.perf_counter()
-        predicted = replayed(sessions, turns, pool=pool)
+        predicted = replayed(sessions, turns, pool=pool, serial=args.engine == "vllm")
         found |= {f"{name}_live_hit_rate": measured, f"{name}_replay_hit_rate": predicted}
         print(
             f"{name:8} live {100 * measured:5.1f} %   replay {100 * predicted:5.1f} %"
