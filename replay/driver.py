@@ -75,7 +75,8 @@ Progress = Callable[[int], None]
 
 
 class Run:
-    """policy None: the clairvoyant, of such `patience`. `progress` is told how many turns have ended."""
+    """policy None: the clairvoyant, of such `patience`. at_once: the policy hears of everything when it
+    happens. `progress` is told how many turns have ended."""
 
     def __init__(
         self,
@@ -88,6 +89,7 @@ class Run:
         progress: Progress | None = None,
         failures: Sequence[Failure] = (),
         patience: float = 0.0,
+        at_once: bool = False,
     ) -> None:
         profiles = fleet.profiles
         self._sessions: Final = trace.sessions
@@ -117,7 +119,7 @@ class Run:
         self._chooser: Chooser = (
             Clairvoyant(self._instances, self._pool, to_come, patience)
             if policy is None
-            else PolicyChooser(policy, self._instances, fleet.profile, self._pool, seed)
+            else PolicyChooser(policy, self._instances, fleet.profile, self._pool, seed, at_once=at_once)
         )
         # Its own source of numbers, so that the sessions come as they do without failures.
         self._fate: Final = Random(f"failures {seed}")

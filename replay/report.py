@@ -68,7 +68,7 @@ def document(outcome: Outcome) -> dict[str, Any]:
             "rate": experiment.rate,
             "think": experiment.think,
             "warmup": experiment.warmup,
-            "clairvoyant_patience": outcome.patience,
+            "clairvoyant_schedule": outcome.schedule,
             "failures_at_s": list(experiment.failures),
             "down_s": experiment.down_s,
             "unlike": [

@@ -55,11 +55,20 @@ class PolicyChooser:
     """
 
     def __init__(
-        self, policy: Policy, instances: list[Instance], profile: Profile, pool: PoolModel | None, seed: int
+        self,
+        policy: Policy,
+        instances: list[Instance],
+        profile: Profile,
+        pool: PoolModel | None,
+        seed: int,
+        *,
+        at_once: bool = False,
     ) -> None:
+        """at_once: it hears of everything when it happens."""
         self._policy: Final = policy
         self._size: Final = profile.blocks_of_tokens
-        self._delay: Final = profile.events_s.value
+        self._delay: Final = 0.0 if at_once else profile.events_s.value
+        self._every_s: Final = 0.0 if at_once else EVERY_S
         # With P/D the cache of prefill is given back at the first token, long before the turn ends.
         self._decodes: Final = profile.decode is None
         self._pool: Final = pool
@@ -79,7 +88,7 @@ class PolicyChooser:
 
     def choose(self, job: Job, now: float) -> int | None:
         self._hear(now)
-        if now - self._reported_at >= EVERY_S:
+        if now - self._reported_at >= self._every_s:
             self._reported_at, self._standings = now, self._report(now)
         chain, prompt = job.asked.chain, job.asked.prompt_tokens
         limit = (prompt - 1) // self._size
