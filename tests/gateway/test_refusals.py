@@ -53,6 +53,7 @@ async def test_a_browsers_preflight_is_the_workers_to_answer(peers, front) -> No
         (gzip.compress(CHAT), {"content-type": "application/json", "content-encoding": "gzip"}),
         (b"model=m&prompt=hi", {"content-type": "application/x-www-form-urlencoded"}),
     ],
+    ids=["gzip", "form"],
 )
 async def test_b085_a_body_of_a_kind_that_is_not_read_is_a_415(
     peers, front, path: str, sent: bytes, headers: dict[str, str]
