@@ -291,3 +291,55 @@ async def test_b045_two_gateways_see_each_others_turns_and_no_longer_than_these_
         task.cancel()
     one.pages["/metrics"] = metrics(0)
     await seen(lambda turns: turns < 1)
+
+
+@pytest.mark.parametrize("policy", ["longest_prefix", "expected_ttft", "least_loaded"])
+async def test_b048_a_worker_that_is_new_is_not_flooded_and_the_others_do_not_starve(
+    peers, front, policy: str
+) -> None:
+    fleet = [await peers(Gate()) for _ in range(4)]
+    env = {"MOONGATE_ROUTING__POLICY": policy, "MOONGATE_WORKERS__RAMP_S": "1000"}
+    gate = await front(*fleet[:3], env=env)
+    for worker in gate.gateway.fleet.workers():
+        worker.since -= 1000.0  # they have been up for long
+
+    def send(count: int) -> list[asyncio.Task[Any]]:
+        url = gate.url + "/v1/chat/completions"
+        bodies = [chat(f"{i} is another question.") for i in range(count)]
+        return [asyncio.create_task(gate.client.post(url, json=body)) for body in bodies]
+
+    tasks = send(30)
+    await gate.until(lambda: sum(len(p.received) for p in fleet) == 30)
+    async with gate.client.post(
+        gate.url + "/admin/v1/workers", json={"url": fleet[3].url}, headers=ADMIN
+    ) as answer:
+        assert answer.status == 201
+    await gate.until(lambda: gate.gateway.fleet.workers()[3].state == "up")
+    tasks += send(12)
+    await gate.until(lambda: sum(len(p.received) for p in fleet) == 42)
+    counts = [len(p.received) for p in fleet]
+    assert counts[3] == 1
+    assert min(counts[:3]) >= 10 + 2
+    for peer in fleet:
+        peer.handler.open.set()
+    for answer in await asyncio.gather(*tasks):
+        answer.release()
+
+
+async def test_b043_two_turns_at_the_same_instant_do_not_both_take_the_last_place(peers, front) -> None:
+    fleet = [await peers(Gate()) for _ in range(4)]
+    gate = await front(*fleet, env={"MOONGATE_LIMITS__WORKER_REQUESTS": "2"})
+    url = gate.url + "/v1/chat/completions"
+
+    async def one(i: int) -> int:
+        async with gate.client.post(url, json=chat(f"{i}?")) as answer:
+            await answer.read()
+            return answer.status
+
+    tasks = [asyncio.create_task(one(i)) for i in range(16)]
+    await gate.until(lambda: sum(task.done() for task in tasks) == 8)
+    await gate.until(lambda: sum(len(p.received) for p in fleet) >= 8)
+    assert [len(p.received) for p in fleet] == [2, 2, 2, 2]
+    for peer in fleet:
+        peer.handler.open.set()
+    assert sorted(await asyncio.gather(*tasks)) == [200] * 8 + [429] * 8

@@ -3,12 +3,16 @@
 from collections import Counter, defaultdict
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from fleets import candidates, draws, turn, turns
 from policies import registry
+from policies.candidates import Standing, candidate
+from policies.document import read
+from policies.ledger import Ledger
+from policies.plan import Plan
 from policies.types import Candidate, Turn
 
 NAMES = registry.names()
@@ -83,16 +87,64 @@ def test_b021_b106_prompts_that_are_not_known_share_evenly(name: str) -> None:
     assert max(counts.values()) <= 20
 
 
+@pytest.mark.parametrize("excluded", ["down", "starting", "cordoned", "model", "failed", "breaker", "ramp"])
 @pytest.mark.parametrize("name", NAMES)
-def test_b041_a_dead_idle_worker_does_not_distort_the_choice(name: str) -> None:
+def test_b041_who_may_not_be_chosen_does_not_distort_the_choice(name: str, excluded: str) -> None:
+    """Dead, draining, asleep, of another model: idle all of them, and nothing to compare with."""
     fleet = [
         Candidate("busy1", local_tokens=9600, queued_tokens=700, inflight=5),
         Candidate("busy2", queued_tokens=700, inflight=5),
-        Candidate("dead", excluded="down"),
+        *(Candidate(f"{excluded}{i}", excluded=excluded, local_tokens=9900) for i in range(3)),
     ]
     asked = turn(session="s", head=3)
-    with_dead = registry.make(name)(asked, fleet)
-    assert with_dead.target == registry.make(name)(asked, fleet[:2]).target
+    with_them = registry.make(name)(asked, fleet)
+    assert with_them.target == registry.make(name)(asked, fleet[:2]).target
+    # Nor do they make those look overloaded that may be chosen.
+    guards = {"max_imbalance": 1.5, "imbalance_slack_tokens": 0}
+    guarded = Plan(read({"policy": name, "guards": guards})).decide(asked, fleet)
+    assert (guarded.target, guarded.guards) == (with_them.target, ())
+
+
+@pytest.mark.parametrize("name", PREFIX_AWARE)
+def test_b047_an_idle_holder_gets_every_repeat_and_without_weight_none_of_that(name: str) -> None:
+    fleet = [Candidate(f"w{i}", local_tokens=320 if i == 3 else 0) for i in range(4)]
+    turns_ = [turn(330, i / 20, number=i) for i in range(20)]
+    assert {registry.make(name)(asked, fleet).target for asked in turns_} == {"w3"}
+    blind = Plan(read({"policy": name, "guards": {"min_prefix_tokens": 321}}))
+    counts = Counter(blind.decide(asked, fleet).target for asked in turns_)
+    assert len(counts) == 4
+    assert max(counts.values()) <= 10
+    terms = {s.candidate.target: s.terms for s in registry.make(name)(turns_[0], fleet).scored}
+    assert sum(terms["w3"].values()) < sum(terms["w0"].values())
+
+
+@pytest.mark.parametrize("name", EVEN)
+@settings(max_examples=20)
+@given(
+    sizes=st.lists(st.integers(1, 60_000), min_size=40, max_size=80),
+    seed=draws,
+    targets=st.integers(2, 6),
+)
+def test_b022_a_burst_of_cold_prompts_is_bounded_by_the_largest(
+    name: str, sizes: list[int], seed: float, targets: int
+) -> None:
+    """All at one instant, before any event or report: what was sent is the only load there is."""
+    decide, ledger = registry.make(name), Ledger()
+    for i, size in enumerate(sizes):
+        fleet = [
+            candidate(f"w{t}", ledger.load(f"w{t}", 0.0), ledger.rates(f"w{t}", 0.0), Standing())
+            for t in range(targets)
+        ]
+        asked = turn(size, (seed + i * 0.618) % 1, number=i, session=f"s{i}", head=i + 1)
+        chosen = decide(asked, fleet).chosen
+        assert chosen is not None
+        ledger.sent(asked, chosen, 0.0)
+    queued = [ledger.load(f"w{t}", 0.0).queued_tokens for t in range(targets)]
+    mean = sum(queued) / targets
+    if name == "power_of_two":
+        return
+    # `session` and `prefix_hash` may have a quarter and 16,384 tokens more than the mean before they pass.
+    assert max(queued) <= 1.25 * mean + 16_384 + max(sizes)
 
 
 @pytest.mark.parametrize("name", EVEN)

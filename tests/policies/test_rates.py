@@ -18,9 +18,10 @@ LIMITS = Limits(blocks=100_000, block_size=16)
 class Worker:
     """The engine model with a ledger beside it, one turn after another or several at once."""
 
-    def __init__(self, rates: EngineRates) -> None:
+    def __init__(self, rates: EngineRates, name: str = "w", ledger: Ledger | None = None) -> None:
         self.engine = Engine(LIMITS, rates)
-        self.ledger = Ledger()
+        self.ledger = ledger or Ledger()
+        self.name = name
         self.now = 100.0
         self.numbers = iter(range(0, 10**9, 10_000))
 
@@ -29,8 +30,8 @@ class Worker:
         tickets = {}
         for size in sizes:
             turn = Turn(size, 0.0)
-            load = self.ledger.load("w", self.now)
-            chosen = Candidate("w", inflight=load.inflight, queued_turns=load.queued_turns)
+            load = self.ledger.load(self.name, self.now)
+            chosen = Candidate(self.name, inflight=load.inflight, queued_turns=load.queued_turns)
             tickets[size] = self.ledger.sent(turn, chosen, self.now)
             first = next(self.numbers)
             chain = range(first, first + size // 16 + 2)
@@ -47,7 +48,7 @@ class Worker:
 
     @property
     def rates(self) -> Rates:
-        return self.ledger.rates("w", self.now)
+        return self.ledger.rates(self.name, self.now)
 
 
 def seconds(rates: Rates, tokens: int) -> float:
@@ -86,6 +87,23 @@ def test_a_worker_that_slows_to_a_third_is_seen_within_20_turns(before: int) -> 
     for _ in range(20):
         worker.turns(random.randint(300, 6000))
     assert seconds(worker.rates, 4000) == pytest.approx(true_seconds(slower, 4000), rel=0.15)
+
+
+def test_of_several_alike_the_one_that_slows_to_a_third_is_seen_within_20_turns_and_only_that() -> None:
+    ledger, random = Ledger(), Random(8)
+    fleet = [Worker(SLOW, f"w{i}", ledger) for i in range(4)]
+    for _ in range(40):
+        for worker in fleet:
+            worker.turns(random.randint(300, 6000))
+    slower = EngineRates(SLOW.prefill_tok_s / 3, SLOW.step_s, 0.0)
+    fleet[2].engine.rates = slower
+    for _ in range(20):
+        for worker in fleet:
+            worker.turns(random.randint(300, 6000))
+    now = max(worker.now for worker in fleet) + 2.0
+    found = [seconds(ledger.rates(worker.name, now), 4000) for worker in fleet]
+    assert found.pop(2) == pytest.approx(true_seconds(slower, 4000), rel=0.15)
+    assert found == pytest.approx([true_seconds(SLOW, 4000)] * 3, rel=0.15)
 
 
 def test_one_turn_that_took_long_changes_little() -> None:
