@@ -7,10 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from gateway.api import parse
 from gateway.explanation import as_text
 from peer import ADMIN, Connection, Peer, Received
+from policies.rates import work_of
+from store.pool import PoolPrefix
 from workers.launch.tiny_model import make_tiny_model
 
 METRICS = 'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
@@ -343,3 +347,21 @@ async def test_b043_two_turns_at_the_same_instant_do_not_both_take_the_last_plac
     for peer in fleet:
         peer.handler.open.set()
     assert sorted(await asyncio.gather(*tasks)) == [200] * 8 + [429] * 8
+
+
+async def test_pool_blocks_are_shown_by_where_they_lie(peers, front, model: str) -> None:
+    peer = await peers(Gate())
+    serve(peer, model)
+    gate = await front(peer)
+    router = gate.gateway.router
+    body = json.dumps(chat("Where do its blocks lie? " * 60)).encode()
+    path = "/v1/chat/completions"
+    sight = await router.look(parse("POST", path, body), path, body)
+    gate.gateway.fleet.workers()[0].segment = "10.0.0.1:1"
+    runs = {"10.0.0.1:1": [range(2)], "10.0.0.2:1": [range(2, 3)], "disk": [range(3, 6)]}
+    pool = PoolPrefix(blocks=6, known=True, runs=runs)
+    (shown,) = router.candidates(msgspec.structs.replace(sight, pool=pool))
+    assert (shown.pool_tokens, shown.own_segment_tokens, shown.disk_tokens) == (192, 64, 96)
+    # Two pulls of these, as the cost model sees them.
+    work = work_of(sight.turn(0), shown, 8192)
+    assert (work.own, work.remote, work.disk) == (64, 32, 96)

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from store.breaker import Breaker
 from store.mooncake_http import Replicas, Segment
 from store.segments import Segments
-from store.sightings import ABSENT_S, BUSY_S, QUIET_S, Sighting, Sightings
+from store.sightings import ABSENT_S, BUSY_S, DISK, QUIET_S, Sighting, Sightings
 
 CHAIN = [101, 102]
 WORKERS = ["10.0.0.1:1", "10.0.0.2:1"]
@@ -161,6 +161,21 @@ def test_b062_a_copy_on_disk_is_readable_when_the_one_in_memory_is_not() -> None
     sightings.saw(1, seen(1.0, "10.0.0.1:1/0", elsewhere=True))
     sightings.saw(2, seen(1.0, "10.0.0.1:1/0"))
     assert sightings.walk([1, 2], segments, 1.0).blocks == 1
+
+
+def test_a_block_that_no_memory_holds_whole_lies_on_disk() -> None:
+    segments = told(segment("10.0.0.1:1", 0))
+    sightings = Sightings(10)
+    memory, disk = Replicas(frozenset(["10.0.0.1:1/0"]), False), Replicas(frozenset(), True, disk=True)
+    both = Replicas(frozenset(["10.0.0.1:1/0"]), True, disk=True)
+    for key, parts in enumerate([(memory, memory), (both, memory), (memory, disk), (disk, disk)], 1):
+        sightings.saw(key, Sighting(1.0, parts))
+    here = {"10.0.0.1:1", "10.0.0.1"}
+    walk = sightings.walk([1, 2, 3, 4], segments, 1.0)
+    assert [(s.start, s.stop, set(s.places)) for s in walk.stretches] == [(0, 2, here), (2, 4, {DISK})]
+    # A copy that nobody can say where it is, is not known to be on a disk.
+    sightings.saw(5, seen(1.0, elsewhere=True))
+    assert sightings.walk([5], segments, 1.0).stretches[0].places == frozenset()
 
 
 def test_a_second_copy_counts_when_the_first_is_lost() -> None:
