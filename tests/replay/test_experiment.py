@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -242,3 +243,26 @@ def test_a_slower_instance_is_given_less_by_those_who_learn_how_fast_each_is(tmp
 def test_fleets_that_cannot_be_are_refused(tmp_path: Path, more: dict[str, list[str]], says: str) -> None:
     with pytest.raises(ReplayError, match=says):
         replay(experiment(codex(tmp_path, 2)), **more)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"figures": {**SMALL, "hbm_tokens": 60_000}},
+        {"placement": "owner"},
+        {"pool": False},
+    ],
+    ids=["room for all", "room for few", "no pool"],
+)
+def test_the_cost_model_keeps_the_load_even_and_finds_as_much_as_rotation(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    file = codex(tmp_path, sessions=44)
+    found = run(experiment(file, "round_robin", "expected_ttft", instances=4, active=20, **more)).measures
+    rotated, chosen = found["round_robin"], found["expected_ttft"]
+    assert chosen.imbalance <= 1.15
+    assert chosen.ttft_p99_s <= 1.1 * rotated.ttft_p99_s
+    assert chosen.hit_rate >= 0.85 * rotated.hit_rate
+    if more.get("figures"):
+        assert chosen.ttft_p50_s <= 1.05 * rotated.ttft_p50_s
+        assert chosen.pool_network_bytes < 0.6 * rotated.pool_network_bytes
