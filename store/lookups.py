@@ -37,6 +37,8 @@ MOST_KEYS: Final = 8192
 _MOST_RUNNERS: Final = 32
 # After the turn has gone on without it, for what is worth remembering.
 _LATE_S: Final = 0.25
+# For what every turn of a model waits to know: an answer that comes late serves the next one.
+_STORED_S: Final = 2.0
 _MISSES: Final = 3
 # Removal takes 1 ms; without it the engine tries to load for seconds.
 _BURIAL_S: Final = 0.25
@@ -154,8 +156,9 @@ class Lookups:
         if http is None:
             return None
         part = Part(tuple(prefixes), tuple(map(quoted, prefixes)), Sightings(1))
+        hexes = [digest.hex() for digest in digests]
         try:
-            return set(await self._replicas(http, part, [digest.hex() for digest in digests]))
+            return set(await self._replicas(http, part, hexes, _STORED_S))
         except MasterAway:
             return None
 
@@ -287,7 +290,7 @@ class Lookups:
         sent_at = self._clock()
         hexes = [digest.hex() for digest in _picked(query.digests, blocks)]
         try:
-            found = await self._replicas(http, part, hexes)
+            found = await self._replicas(http, part, hexes, _LATE_S)
         except MasterAway as away:
             if away.refused:
                 self._watch.degrade(away.reason)
@@ -313,11 +316,14 @@ class Lookups:
             tasks.add(burial)
             burial.add_done_callback(tasks.discard)
 
-    async def _replicas(self, http: MooncakeHttp, part: Part, hexes: list[str]) -> dict[str, Replicas]:
+    async def _replicas(
+        self, http: MooncakeHttp, part: Part, hexes: list[str], timeout_s: float
+    ) -> dict[str, Replicas]:
         if self._rpc is None:
-            return await http.replicas([prefix + text for text in hexes for prefix in part.quoted], _LATE_S)
+            keys = [prefix + text for text in hexes for prefix in part.quoted]
+            return await http.replicas(keys, timeout_s)
         keys = [prefix + text for text in hexes for prefix in part.prefixes]
-        whole = await self._rpc.exist(keys, _LATE_S)
+        whole = await self._rpc.exist(keys, timeout_s)
         return {key: _SOMEWHERE for key, there in zip(keys, whole, strict=True) if there}
 
 
