@@ -1,5 +1,7 @@
 """What a decision costs: each policy at 8, 64 and 512 targets, candidates and all, and a shadow on top.
 
+And what it is worth: times to first token of a replay, small enough for seconds; docs/evaluation.md has more.
+
 python bench/policies.py [--quick]
 """
 
@@ -9,7 +11,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 # The folder of this file, in which `policies` would be this file.
 sys.path.pop(0)
@@ -21,6 +24,9 @@ from policies.ledger import Ledger
 from policies.plan import NO_FACTS, Plan
 from policies.shadow import Shadow
 from policies.types import Candidate, Turn
+from replay.experiment import Experiment
+from replay.experiment import run as replay
+from replay.measure import Measures
 
 SIZES = (8, 64, 512)
 
@@ -88,6 +94,23 @@ def overhead(size: int, rounds: int) -> float:
     return median_us(lambda _: shadow.observe(turn, given, NO_FACTS, decision), rounds)
 
 
+def worth(policies: Sequence[str]) -> dict[str, Measures]:
+    """48 Codex-like sessions at a time on 6 instances, with a pool whose blocks lie where they were made."""
+    trace = Path(__file__).parent / "traces" / "codex_like_sessions.jsonl.gz"
+    settings = Experiment(
+        str(trace),
+        "codex_like",
+        "qwen3-32b-2xh100",
+        6,
+        pool=True,
+        policies=policies,
+        placement="owner",
+        active=48,
+        sessions=72,
+    )
+    return dict(replay(settings).measures)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
@@ -100,10 +123,17 @@ def main() -> None:
     print(f"{'(load and rates read)':24}" + "".join(f"{filled(size, rounds // 3):10.1f}" for size in SIZES))
     shadow = [overhead(size, max(50, rounds * 8 // size)) for size in SIZES]
     print(f"{'(shadow)':24}" + "".join(f"{value:10.1f}" for value in shadow))
+    print(f"\n{'replayed':24}" + "".join(f"{head:>10}" for head in ("p50 s", "p90 s", "p99 s", "max/mean")))
+    measured = worth(["round_robin", "longest_prefix", "expected_ttft"])
+    for name, m in measured.items():
+        row = (m.ttft_p50_s, m.ttft_p90_s, m.ttft_p99_s, m.imbalance)
+        print(f"{name:24}" + "".join(f"{value:10.3f}" for value in row))
     result = {
         "decide_64_us": round(table["expected_ttft"][1], 1),
         "shadow_overhead_us": round(shadow[1], 1),
         **{f"{name}_64_us": round(row[1], 1) for name, row in table.items()},
+        **{f"{name}_ttft_p50_s": round(m.ttft_p50_s, 4) for name, m in measured.items()},
+        **{f"{name}_ttft_p99_s": round(m.ttft_p99_s, 4) for name, m in measured.items()},
     }
     print("RESULT " + json.dumps(result))
 
