@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -253,23 +252,6 @@ def test_runs_are_rebuilt_as_their_blocks_go() -> None:
     index.stored("a", keys[100:900], keys[99])
     assert index.match(keys) == {"a": 1000, "b": 1000}
     assert index.sizes() == {("a", "gpu"): 1000, ("b", "gpu"): 1000}
-
-
-def test_five_hundred_thousand_blocks_in_and_out_leave_nothing() -> None:
-    index = BlockIndex()
-    order = Random(5)
-    for _ in range(5):
-        chains = [[order.getrandbits(64) for _ in range(500)] for _ in range(200)]
-        for keys in chains:
-            for start in range(0, 500, 50):
-                index.stored("a", keys[start : start + 50], keys[start - 1] if start else None)
-        gone = [key for keys in chains for key in keys]
-        order.shuffle(gone)
-        for key in gone:
-            index.removed("a", [key])
-        assert index.sizes() == {}
-        assert index.match(chains[0]) == {}
-        assert index.memory() < 100_000
 
 
 def test_a_block_that_came_back_is_not_given_up_with_the_rest_of_its_run() -> None:
