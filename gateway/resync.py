@@ -208,7 +208,7 @@ class Resync:
         if result != "confirmed" or probe.blocks >= probe.hoped:
             episode.done.add(probe.chain)
         if result == "missing":
-            self._knowledge.probed(name, probe.chain.keys[: probe.hoped], cached, probe.blocks)
+            self._knowledge.probed(name, probe.chain.keys[: probe.hoped], cached)
         self._counted(worker.name, result)
 
     async def _asked(self, probe: _Probe, reported: Reported) -> tuple[Result, int]:

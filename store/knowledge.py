@@ -211,14 +211,13 @@ class Knowledge:
             if not probed:
                 self._probed.pop(target, None)
 
-    def probed(self, target: str, keys: Sequence[int], hit: int, computed: int) -> None:
+    def probed(self, target: str, keys: Sequence[int], hit: int) -> None:
         """A probe showed that of the chain `keys` only the first `hit` blocks were there.
 
-        It made the engine compute the others up to `computed`, so these are there by now. Where nothing was
-        there, they came as one run from the root, and were taken for a report.
+        What the probe made the engine compute is announced, and so among what is certain.
         """
         if target in self.doubts:
-            self.index.removed(target, keys[hit or computed :])
+            self.index.removed(target, keys[hit:])
 
     def reset(self, target: str, why: str) -> None:
         """Forget the blocks of `target`; a new life of it may hash differently."""

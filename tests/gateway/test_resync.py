@@ -227,6 +227,20 @@ async def test_of_chains_that_nothing_speaks_for_a_few_beginnings_are_asked_for(
         assert engine.probes == [16] * 8
 
 
+async def test_workers_of_hybrid_models_are_not_asked_what_they_do_not_say_truly(site: Site, front) -> None:
+    engine, peer, target, start = site
+    window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 64, "group_idx": 1}
+    with publishing(lambda: start(1)) as publisher:
+        with_a_past(engine, publisher, prompt(20))
+        publisher.publish(stored(keys_of(prompt(2, 9)), token_ids=prompt(2, 9)[:-1], **window))
+        gate = await front(peer, env=PROBING)
+        await gate.until(state(gate, target)("degraded"))
+        await gate.until(lambda: gate.gateway.knowledge.index.is_hybrid(target))
+        await turn(gate, prompt(20))
+        await quiet(gate, engine)
+        assert engine.probes == []
+
+
 async def test_without_probes_nothing_is_asked(site: Site, front) -> None:
     engine, peer, target, start = site
     with publishing(lambda: start(2)) as publisher:
