@@ -13,7 +13,7 @@ class Deadline:
     at: loop time, None: no limit.
     """
 
-    __slots__ = ("_at", "_before", "_expired", "_loop", "_task", "_timer")
+    __slots__ = ("_at", "_before", "_expired", "_task", "_timer")
 
     def __init__(self, at: float | None) -> None:
         self._at = at
@@ -27,13 +27,13 @@ class Deadline:
         return cls(asyncio.get_running_loop().time() + seconds if seconds else None)
 
     def __enter__(self) -> "Deadline":
-        self._loop = asyncio.get_running_loop()
-        task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task(loop)
         assert task is not None
         self._task = task
         self._before = task.cancelling()
         if self._at is not None:
-            self._timer = self._loop.call_at(self._at, self.expire)
+            self._timer = loop.call_at(self._at, self.expire)
         return self
 
     def expire(self) -> None:

@@ -1,6 +1,5 @@
 """The prompt of a turn as its engine will see it, or why that can't be known."""
 
-import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from typing import cast, get_args
@@ -9,6 +8,7 @@ import msgspec
 import numpy as np
 
 from gateway.api import ParsedTurn
+from gateway.deadline import Deadline
 from gateway.divergence import Texts
 from gateway.layouts import Layouts
 from gateway.parity import Parity, Result
@@ -142,7 +142,7 @@ class ModelPrompts:
         if scheme is None:
             return Understood(unknown="no_hash_scheme")
         try:
-            async with asyncio.timeout(_BUDGET_S):
+            with Deadline.after(_BUDGET_S):
                 prompt = await self._prompt(worker, card, scheme, parsed, parsed.prompt, path, body)
         except Unrenderable as why:
             return Understood(unknown=why.reason)
