@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any, Literal
 
 from policies.registry import make
@@ -197,6 +198,9 @@ def _trace(experiment: Experiment, fleet: Fleet, active: int) -> tuple[Trace, in
                 break
         if turns:
             kept.append(replace(session, turns=turns))
+    if experiment.seed and sessions[0].arrives_s is None:
+        # Another order is what another seed changes where nothing else is drawn.
+        Random(experiment.seed).shuffle(kept)
     if not kept:
         raise BadExperiment("no turn of the trace is within the model's limit")
     return Trace(trace.block_size, kept), truncated
