@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, cast
 
@@ -42,6 +43,7 @@ _UNREAD_BYTES = 8 << 20
 _MOST_PARTS = 20_000
 _MOST_VALUES = 1 << 20
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})')
 _RESPONSE_ENDS = (b"response.completed", b"response.incomplete", b"response.failed", b"error")
 
 
@@ -74,15 +76,35 @@ class ParsedTurn(msgspec.Struct, frozen=True):
             return tail.last_event() in _RESPONSE_ENDS
         return tail.total > 0 and (self.api == "other" or tail.ends_with_done())
 
-    def error_event(self, tail: AnswerTail, error: errors.ApiError) -> bytes:
-        """The last event of a stream that broke off: no client takes what came before for whole."""
+    def error_event(self, tail: AnswerTail, error: errors.ApiError, response_id: str = "") -> bytes:
+        """The last event of a stream that broke off: no client takes what came before for whole.
+
+        response_id: of the response that was being made, where the stream had named it.
+        """
         gap = b"" if not tail.total or tail.content().endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
         if self.api == "messages":
             return gap + b"event: error\ndata: " + errors.body(error, "anthropic") + b"\n\n"
         if self.api == "responses":
-            failed = {"type": "error", "code": error.code, "message": error.message, "param": None}
-            return gap + b"event: error\ndata: " + msgspec.json.encode(failed) + b"\n\n"
+            return gap + b"event: response.failed\ndata: " + self._failed(tail, error, response_id) + b"\n\n"
         return gap + b"data: " + errors.body(error, "openai") + b"\n\n"
+
+    def _failed(self, tail: AnswerTail, error: errors.ApiError, response_id: str) -> bytes:
+        """Of the events that end a response the one that every client of the API knows."""
+        numbers = _SEQUENCE_NUMBER.findall(tail.content())
+        response: dict[str, Any] = {
+            "id": response_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "failed",
+            "error": {"code": error.code, "message": error.message},
+            "incomplete_details": None,
+            "model": self.model,
+            "output": [],
+        }
+        number = int(numbers[-1]) + 1 if numbers else 0
+        return msgspec.json.encode(
+            {"type": "response.failed", "sequence_number": number, "response": response}
+        )
 
 
 class _Head(msgspec.Struct):

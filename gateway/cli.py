@@ -93,6 +93,7 @@ def serve(
         return
     from gateway.app import build
     from gateway.auth import BadKeysFile
+    from gateway.own_url import leads_here
     from gateway.serve import CannotListen, CannotStart, configure_logging, listening, run
     from policies.registry import BadPolicyOptions, BrokenPolicy, UnknownPolicy
     from workers.fleet import BadWorker, DuplicateWorker, Fleet
@@ -103,6 +104,9 @@ def serve(
         for url in settings.workers.urls:
             rehearsal.add(url)
         with listening(settings) as sockets:
+            ours = {sock.getsockname()[1] for sock in sockets}
+            if own := [url for url in settings.workers.urls if leads_here(url, settings.server.host, ours)]:
+                raise BadWorker(f"{own[0]} is the gateway's own URL")
             gateway = build(settings)
             run(gateway, settings, sockets, gateway.end)
     except (UnknownPolicy, BadPolicyOptions, BrokenPolicy) as error:
@@ -189,7 +193,7 @@ def worker(
     """Start one vLLM worker as Moongate needs it, and register it. Words after -- go to vLLM."""
     from workers.launch.vllm import command
 
-    spec = _worker_spec(model, host, port, mooncake, python, tuple(context.args))
+    spec = _worker_spec(model, host, port, mooncake, python, tuple(context.args), elsewhere=dry_run)
     argv, variables = command(spec)
     if dry_run:
         _print_command(spec, argv, variables)
@@ -214,8 +218,16 @@ def worker(
 
 
 def _worker_spec(
-    model: str, host: str, port: int, mooncake: str | None, python: Path | None, extra: tuple[str, ...]
+    model: str,
+    host: str,
+    port: int,
+    mooncake: str | None,
+    python: Path | None,
+    extra: tuple[str, ...],
+    *,
+    elsewhere: bool,
 ) -> "VllmWorkerSpec":
+    """elsewhere: the command may be meant for another machine, so nothing needs to be here."""
     from workers.launch.model import local_model
     from workers.launch.vllm import MAX_POSITIONS, VllmWorkerSpec
 
@@ -223,10 +235,10 @@ def _worker_spec(
         _fail("--host must be the address at which the gateway and other workers reach this worker")
     here = Path(".moongate").resolve()
     interpreter = python or Path(".venv-vllm/bin/python")
-    if not interpreter.exists():
+    if not elsewhere and not interpreter.exists():
         _fail(f"no interpreter with vLLM at {interpreter}; give it with --python, or run `make setup-vllm`")
     try:
-        found = local_model(model, here / "models")
+        found = local_model(model, here / "models", elsewhere=elsewhere)
     except FileNotFoundError as error:
         _fail(str(error))
     return VllmWorkerSpec(

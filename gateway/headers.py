@@ -59,3 +59,10 @@ def for_client(headers: Headers, own: Headers, worker_url: str) -> Headers:
         if name == b"location" and value.startswith(there + b"/"):
             lines[i] = name, value.removeprefix(there)
     return lines + own
+
+
+def unbuffered(headers: Headers) -> Headers:
+    """What a stream lacks so that nothing on the way to the client holds it back: nginx, for one, would."""
+    names = {name for name, _ in headers}
+    lines = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+    return [line for line in lines if line[0] not in names]

@@ -99,11 +99,12 @@ class StoredResponses:
 
 
 class Learner:
-    """Reads the id of a response from the beginning of an answer."""
+    """Reads the id of a response from the beginning of an answer; `id` is "" until it is there."""
 
-    __slots__ = ("_found", "_head")
+    __slots__ = ("_found", "_head", "id")
 
     def __init__(self, found: Callable[[str], None]) -> None:
+        self.id = ""
         self._found = found
         self._head = b""
 
@@ -112,5 +113,6 @@ class Learner:
         self._head += chunk[:_HEAD_BYTES]
         place = _ID.search(self._head)
         if place is not None:
-            self._found(place[1].decode("utf-8", "replace"))
+            self.id = place[1].decode("utf-8", "replace")
+            self._found(self.id)
         return place is not None or len(self._head) >= _HEAD_BYTES

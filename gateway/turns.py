@@ -18,7 +18,7 @@ from gateway.deadline import Deadline
 from gateway.decisions import DecisionLog, DecisionRecord
 from gateway.divergence import PrefixReport
 from gateway.exchange import ClientGone, Exchange, Headers, Receive, Scope, Send
-from gateway.headers import for_client, for_worker
+from gateway.headers import for_client, for_worker, unbuffered
 from gateway.hot_chains import HotChains
 from gateway.keep_alive import keep_alive
 from gateway.learning import Learning
@@ -49,6 +49,7 @@ _CLIENT_CLOSED = 499
 class TurnState:
     """What is known of one turn so far; metrics and the decision log read it when the turn ends.
 
+    response_id: of the response that the answer is, "" if it is none or has not said.
     stream: an event stream was begun that can take events and comments of ours; keeper sends the latter.
     """
 
@@ -65,6 +66,7 @@ class TurnState:
     status: int = 0
     outcome: OutcomeKind = "error"
     tail: AnswerTail = field(default_factory=AnswerTail)
+    response_id: str = ""
     stream: bool = False
     keeper: asyncio.Task[None] | None = None
 
@@ -317,7 +319,10 @@ class TurnApp:
         stream = response.status == 200 and is_event_stream(response.headers)
         makes = response.status == 200 and exchange.path == stored.PATH
         learner = self._stored.learner(worker.name) if makes else None
-        head = for_client(response.headers, self._own_headers(turn, placement), placement.target.worker.url)
+        own = self._own_headers(turn, placement)
+        head = for_client(response.headers, own, worker.url)
+        if stream:
+            head += unbuffered(response.headers)
         if exchange.started and not (stream and _is_open(response.headers)):
             # An earlier worker's stream was begun and came to nothing; this is none that could go on from it.
             raise _as_api_error(UpstreamError(str(response.status)))
@@ -337,7 +342,7 @@ class TurnApp:
             self._answered(turn, placement, response.status)
             while chunk:
                 if learner is not None and learner.feed(chunk):
-                    learner = None
+                    turn.response_id, learner = learner.id, None
                 turn.tail.feed(chunk)
                 if response.read_whole:
                     # Goes out with what ends the answer.
@@ -381,7 +386,7 @@ class TurnApp:
         if exchange.started:
             if turn.stream and turn.parsed is not None and not exchange.finished:
                 turn.ends()
-                await exchange.finish(turn.parsed.error_event(turn.tail, error))
+                await exchange.finish(turn.parsed.error_event(turn.tail, error, turn.response_id))
                 return
             raise errors.ResponseCut from None
         turn.status = error.status

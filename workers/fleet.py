@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 
 # One missed probe may be a hiccup of a busy process; turns that wait there are only sent on after another.
 _SILENT_AFTER = 2
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\[\]-]{0,99}")
+# Names of this machine as itself.
+_LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
+_NAME = re.compile(r"[A-Za-z0-9\[][A-Za-z0-9._:\[\]-]{0,99}")
 
 
 class DuplicateWorker(ValueError):
@@ -53,6 +55,14 @@ def roles(prefill: Iterable[str], decode: Iterable[str]) -> dict[str, Role]:
     found.update(dict.fromkeys(computing - decoding, "prefill"))
     found.update(dict.fromkeys(decoding - computing, "decode"))
     return found
+
+
+def _place(url: str) -> tuple[str, str, int, str]:
+    """Equal for URLs that mean the same server beyond doubt; two names of one address may be two servers."""
+    parts = urlsplit(url)
+    host = (parts.hostname or "").lower()
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return parts.scheme, "localhost" if host in _LOOPBACK else host, port, parts.path
 
 
 class Fleet:
@@ -119,8 +129,11 @@ class Fleet:
         name = name or (f"{host}:{port}" if port else host)
         if not _NAME.fullmatch(name):
             raise BadWorker("a worker's name is 1 to 100 of letters, digits and . _ : - [ ]")
-        if name in self._workers or any(w.url == url for w in self._workers.values()):
+        if name in self._workers:
             raise DuplicateWorker(f"worker {name} is registered already")
+        for other in self._workers.values():
+            if _place(other.url) == _place(url):
+                raise DuplicateWorker(f"{url} is registered already, as worker {other.name}")
         segment = segment or self._configured.get(url, "") or self._configured.get(name, "")
         if segment and not _NAME.fullmatch(segment):
             raise BadWorker("a worker's segment is IP:PORT as its store connector has it, or an IP")

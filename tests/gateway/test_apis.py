@@ -24,7 +24,7 @@ def form(model: bytes) -> bytes:
     )
 
 
-async def test_anthropic_headers_and_query_strings_reach_the_worker(peers, front) -> None:
+async def test_b089_anthropic_headers_and_query_strings_reach_the_worker(peers, front) -> None:
     peer = await peers(say_ok)
     gate = await front(peer)
     headers = {

@@ -172,6 +172,14 @@ def test_worker_dry_run_prints_a_command_that_a_shell_understands(tmp_path: Path
     assert any(word.startswith("MOONCAKE_CONFIG_PATH=") for word in words)
 
 
+def test_worker_dry_run_needs_neither_the_model_nor_the_engine_here(tmp_path: Path) -> None:
+    done = moongate("worker", "--model", "/models/name", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "--model=/models/name" in done.stdout
+    assert "--served-model-name=name" in done.stdout
+    assert moongate("worker", "--model", "/models/name", cwd=tmp_path).returncode == 2
+
+
 async def test_serve_runs_and_ends_on_sigterm(tmp_path: Path) -> None:
     """On a free port, without any worker: alive, not ready, admin with the announced token."""
     import httpx
@@ -215,6 +223,18 @@ def test_serve_says_when_its_port_is_taken(tmp_path: Path) -> None:
         done = moongate("serve", "--port", str(port), "--admin-token", "t", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr == f"moongate: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+
+
+def test_a_gateway_is_not_started_as_a_worker_of_its_own(tmp_path: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    done = moongate(
+        *("serve", "--port", port, "--admin-token", "t", "--worker", f"http://localhost:{port}"), cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert f"workers.urls: http://localhost:{port} is the gateway's own URL" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ async def made(gate: Any, **more: Any) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_everything_about_a_response_goes_to_the_worker_that_made_it(
+async def test_b089_b090_everything_about_a_response_goes_to_the_worker_that_made_it(
     peers, front, stream: bool
 ) -> None:
     keepers = [Keeper("a", split=True), Keeper("b", split=True), Keeper("c", split=True)]
@@ -96,7 +96,7 @@ async def test_a_worker_that_is_cordoned_still_answers_for_what_it_holds(peers, 
     assert await made(gate) not in owner.ids
 
 
-async def test_a_response_nobody_told_us_of_is_looked_for(peers, front) -> None:
+async def test_b090_a_response_nobody_told_us_of_is_looked_for(peers, front) -> None:
     keepers = [Keeper("a"), Keeper("b"), Keeper("c")]
     keepers[1].ids.add("resp_old")
     gate = await front(*[await peers(keeper) for keeper in keepers])
@@ -135,7 +135,7 @@ async def test_an_id_is_no_way_to_another_path(peers, front) -> None:
     }
 
 
-async def test_no_other_worker_answers_while_the_holder_is_away(peers, front) -> None:
+async def test_b090_no_other_worker_answers_while_the_holder_is_away(peers, front) -> None:
     keepers = [Keeper("a"), Keeper("b")]
     workers = [await peers(keeper) for keeper in keepers]
     gate = await front(*workers)
@@ -171,7 +171,7 @@ async def test_explain_knows_who_holds_a_response(peers, front) -> None:
     assert [c["excluded"] for c in view["candidates"]].count("elsewhere") == 1
 
 
-async def test_what_is_remembered_is_bounded_and_ends() -> None:
+async def test_b090_what_is_remembered_is_bounded_and_ends() -> None:
     now = 0.0
     fleet = Fleet()
     fleet.add("http://a")

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,7 +44,9 @@ async def test_b017_the_worker_gets_the_bytes_that_the_client_sent(peers, front)
     assert peer.received[0].header("host") == [f"127.0.0.1:{peer.port}"]
 
 
-async def test_chunks_come_as_the_worker_sends_them_and_headers_before_the_first(peers, front) -> None:
+async def test_b033_chunks_come_as_the_worker_sends_them_and_headers_before_the_first(
+    peers, front, tmp_path: Path
+) -> None:
     go = asyncio.Event()
 
     async def paced(_: Received, connection: Connection) -> None:
@@ -56,9 +59,15 @@ async def test_chunks_come_as_the_worker_sends_them_and_headers_before_the_first
         await connection.chunk(b"data: [DONE]\n\n")
         await connection.end_stream()
 
-    gate = await front(await peers(paced))
-    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body(stream=True)) as answer:
+    keys = tmp_path / "keys"
+    keys.write_text("k\n")
+    gate = await front(await peers(paced), env={"MOONGATE_AUTH__API_KEYS_FILE": str(keys)})
+    headers = {"accept-encoding": "gzip, br, zstd", "authorization": "Bearer k"}
+    async with gate.client.post(
+        f"{gate.url}/v1/chat/completions", data=body(stream=True), headers=headers
+    ) as answer:
         assert answer.status == 200
+        assert (answer.headers["x-accel-buffering"], answer.headers["cache-control"]) == ("no", "no-cache")
         for i in range(3):
             go.set()
             assert await answer.content.readany() == b": hb\r\n\r\ndata:{%d}\n\n" % i
@@ -288,6 +297,72 @@ async def test_b007_a_stream_that_ends_without_its_terminator_does_not_look_comp
         assert_broken_stream(await answer.read(), sent)
     async with gate.client.get(f"{gate.url}/metrics") as page:
         assert 'moongate_requests_total{api="chat",model="m",outcome="error"} 1.0' in await page.text()
+
+
+ENDS = {
+    "/v1/chat/completions": [
+        b'data: {"choices":[{"delta":{"reasoning":"r","content":null}}]}\n\n',
+        b"data: [DONE]\n\n",
+    ],
+    "/v1/responses": [
+        b'event: response.created\ndata: {"type":"response.created","sequence_number":0,'
+        b'"response":{"id":"resp_1"}}\n\n',
+        b'event: response.completed\ndata: {"type":"response.completed","sequence_number":1}\n\n',
+    ],
+    "/v1/messages": [
+        b'event: message_start\ndata: {"type":"message_start","message":{"id":"m1"}}\n\n',
+        b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+    ],
+}
+STREAM = (
+    b'{"model":"m","stream":true,"max_tokens":1,"input":"hi","messages":[{"role":"user","content":"hi"}]}'
+)
+
+
+@pytest.mark.parametrize("path", ENDS)
+async def test_b088_every_apis_own_end_is_a_good_one_and_nothing_is_added_to_it(
+    peers, front, path: str
+) -> None:
+    async def whole(_: Received, connection: Connection) -> None:
+        await connection.start_stream()
+        for event in ENDS[path]:
+            await connection.chunk(event)
+        await connection.end_stream()
+
+    gate = await front(await peers(whole))
+    async with gate.client.post(gate.url + path, data=STREAM) as answer:
+        assert await answer.read() == b"".join(ENDS[path])
+    async with gate.client.get(f"{gate.url}/metrics") as page:
+        assert 'model="m",outcome="ok"} 1.0' in await page.text()
+
+
+@pytest.mark.parametrize("how", ["reset", "clean"])
+@pytest.mark.parametrize("path", ENDS)
+async def test_b007_a_stream_cut_after_its_first_event_ends_with_its_apis_error_event(
+    peers, front, path: str, how: str
+) -> None:
+    async def cut(_: Received, connection: Connection) -> None:
+        await connection.start_stream()
+        await connection.chunk(ENDS[path][0])
+        await (connection.end_stream() if how == "clean" else asyncio.sleep(0.05))
+        connection.reset()
+
+    gate = await front(await peers(cut))
+    async with gate.client.post(gate.url + path, data=STREAM) as answer:
+        got = (await answer.read()).removeprefix(ENDS[path][0])
+    name, _, data = got.rpartition(b"data: ")
+    event = json.loads(data)
+    if path == "/v1/chat/completions":
+        assert (name, event["error"]["code"]) == (b"", "upstream_failed")
+    elif path == "/v1/messages":
+        assert (name, event["type"], event["error"]["type"]) == (b"event: error\n", "error", "api_error")
+    else:
+        assert (name, event["type"]) == (b"event: response.failed\n", "response.failed")
+        assert (event["sequence_number"], event["response"]["id"]) == (1, "resp_1")
+        assert event["response"]["status"] == "failed"
+        assert event["response"]["error"]["code"] == "upstream_failed"
+    async with gate.client.get(f"{gate.url}/metrics") as page:
+        assert 'model="m",outcome="error"} 1.0' in await page.text()
 
 
 async def test_a_json_answer_that_breaks_off_closes_the_connection(peers, front) -> None:

@@ -18,7 +18,7 @@ import httpx
 from workers.launch.interrupts import interrupted
 from workers.launch.model import local_model
 from workers.launch.plan import LocalFleet, Plan
-from workers.launch.ports import PortTaken, free_ports, require_free
+from workers.launch.ports import PortTaken, claimed, free_ports, require_free
 from workers.launch.supervisor import ProcessFailed, Supervisor
 
 __all__ = ["LocalFleet", "up"]
@@ -46,8 +46,8 @@ def up(fleet: LocalFleet, *, say: Callable[[str], None], progress: Callable[[str
 async def _up(fleet: LocalFleet, say: Callable[[str], None], progress: Callable[[str], None]) -> int:
     supervisor = Supervisor(progress)
     signalled = asyncio.create_task(interrupted())
-    with _run_directory(fleet.directory.resolve() / "run") as run_directory:
-        starting = asyncio.create_task(_start(fleet, supervisor, run_directory, progress))
+    with contextlib.ExitStack() as held, _run_directory(fleet.directory.resolve() / "run") as run_directory:
+        starting = asyncio.create_task(_start(fleet, supervisor, run_directory, held, progress))
         try:
             await asyncio.wait({starting, signalled, supervisor.failure}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
@@ -81,11 +81,16 @@ async def _stop(supervisor: Supervisor, fleet: LocalFleet, progress: Callable[[s
 
 
 async def _start(
-    fleet: LocalFleet, supervisor: Supervisor, run_directory: Path, progress: Callable[[str], None]
+    fleet: LocalFleet,
+    supervisor: Supervisor,
+    run_directory: Path,
+    held: contextlib.ExitStack,
+    progress: Callable[[str], None],
 ) -> str:
-    """Starts everything in order and returns the ready line."""
+    """Starts everything in order and returns the ready line. `held` keeps the gateway's port for it."""
     if fleet.port == 0:
         fleet = replace(fleet, port=next(free_ports(above=7999)))
+    held.enter_context(claimed(fleet.port))
     require_free(fleet.host, fleet.port)
     home = fleet.directory.resolve()
     model = local_model(fleet.model, home / "models")

@@ -27,10 +27,12 @@ class LocalModel:
     max_positions: int = 0
 
 
-def local_model(model: str, directory: Path) -> LocalModel:
+def local_model(model: str, directory: Path, *, elsewhere: bool = False) -> LocalModel:
     """The model named by a path or a hub name; an empty name makes the tiny one below `directory` (1 s).
 
     A directory without weight files is served with random ones: enough to route, cache and measure.
+    elsewhere: it will be served on another machine or in a container, where an absolute path may exist that
+    does not here.
     Raises FileNotFoundError for a path that is not a model directory.
     """
     if not model:
@@ -39,6 +41,8 @@ def local_model(model: str, directory: Path) -> LocalModel:
         path = Path(model).expanduser()
         if not path.exists() and not _looks_like_path(model):
             return LocalModel(path=model, name=model, load_format="auto", offline=False)
+        if elsewhere and path.is_absolute() and not path.exists():
+            return LocalModel(path=model, name=path.name, load_format="auto", offline=True)
         path = path.resolve()
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))

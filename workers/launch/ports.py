@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 _OUTGOING = 32_768
 
@@ -28,6 +29,20 @@ def require_free(host: str, port: int) -> None:
             probe.listen(1)
         except OSError as error:
             raise PortTaken(host, port, error.strerror or str(error)) from error
+
+
+@contextmanager
+def claimed(port: int) -> Generator[None]:
+    """Keeps other fleets of this machine from `port`, also before its server listens. Raises PortTaken.
+
+    The kernel ends the claim with this process, however that ends.
+    """
+    with socket.socket(socket.AF_UNIX) as claim:
+        try:
+            claim.bind(f"\0moongate/fleet/{port}")
+        except OSError:
+            raise PortTaken("this machine", port, "another fleet is starting or running there") from None
+        yield
 
 
 def free_ports(above: int) -> Iterator[int]:

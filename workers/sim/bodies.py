@@ -14,6 +14,20 @@ T = TypeVar("T")
 _PLACE: Final = re.compile(r"(?:field |at `\$\.|at )`?(\w[^`]*)`$")
 
 
+_EXPECTED: Final = re.compile(r"^Expected `([^`]*)`, got")
+# Pydantic's names and words for msgspec's kinds.
+_KINDS: Final = {
+    "str": ("string", "Input should be a valid string"),
+    "int": ("int", "Input should be a valid integer"),
+    "float": ("float", "Input should be a valid number"),
+    "bool": ("bool", "Input should be a valid boolean"),
+    "array": ("list", "Input should be a valid list"),
+    "object": ("dict", "Input should be a valid dictionary"),
+}
+# VLLM_MAX_N_SEQUENCES
+_MOST_SEQUENCES: Final = 16_384
+
+
 class Refused(Exception):
     """An answer in vLLM's error shape."""
 
@@ -79,15 +93,47 @@ class DetokenizeBody(msgspec.Struct):
 
 
 def decoded(body: bytes, kind: type[T]) -> T:
-    """`body` as `kind`. Raises Refused."""
+    """`body` as `kind`, as freely as vLLM reads it: "2" and 2.0 are integers. Raises Refused."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body, type=kind, strict=False)
     except msgspec.ValidationError as wrong:
         place = _PLACE.search(str(wrong))
         param = f"body.{place[1]}" if place else "body"
-        raise Refused(f"1 validation error:\n  {wrong}", param=param, kind="Bad Request") from None
+        raise Refused(_objection(str(wrong), param, body), param=param, kind="Bad Request") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise Refused(_json_error(body), param="body", kind="Bad Request") from None
+
+
+def _objection(wrong: str, param: str, body: bytes) -> str:
+    """Pydantic's words for what msgspec found wrong, an entry for each kind that the field could have had."""
+    given: Any = json.loads(body)
+    expected = _EXPECTED.search(wrong)
+    if expected is None:
+        entries = [("missing", "Field required")]
+    else:
+        for step in re.findall(r"\w+", param)[1:]:
+            given = given[int(step) if isinstance(given, list) else step]
+        entries = [_kind(kind, given) for kind in expected[1].split(" | ") if kind != "null"]
+    shown: object = given
+    if isinstance(given, list | dict):
+        whole = cast("list[Any] | dict[str, Any]", given)
+        shown = f"<{type(whole).__name__} of {len(whole)} items>"
+    lines = [str({"type": kind, "loc": param, "msg": said, "input": shown}) for kind, said in entries]
+    return "\n  ".join([f"{len(lines)} validation error{'s' * (len(lines) > 1)}:", *lines])
+
+
+def _kind(kind: str, given: object) -> tuple[str, str]:
+    name, said = _KINDS.get(kind, (kind, f"Input should be a valid {kind}"))
+    if name == "int" and isinstance(given, float):
+        return "int_from_float", f"{said}, got a number with a fractional part"
+    if name in ("int", "float") and isinstance(given, str):
+        return (
+            f"{name}_parsing",
+            f"{said}, unable to parse string as a{'n' * (name == 'int')} {said.split()[-1]}",
+        )
+    if name == "bool" and isinstance(given, str | int):
+        return "bool_parsing", f"{said}, unable to interpret input"
+    return f"{name}_type", said
 
 
 def prompts_of(body: bytes) -> list[str | list[int]]:
@@ -131,7 +177,12 @@ def check(body: Body, served: Sequence[str], max_model_len: int) -> None:
         given = body.temperature
         raise _value("temperature", given, f"temperature must be non-negative, got {given}.")
     if body.n is not None and body.n < 1:
-        raise _value("n", body.n, f"n must be at least 1, got {body.n}.")
+        raise Refused(f"n must be at least 1, got {body.n}.")
+    if body.n is not None and body.n > _MOST_SEQUENCES:
+        raise Refused(
+            f"n must be at most {_MOST_SEQUENCES}, got {body.n}. "
+            "To increase this limit, set the VLLM_MAX_N_SEQUENCES environment variable."
+        )
     if body.n is not None and body.n > 1 and body.temperature == 0:
         raise Refused("n must be 1 when using greedy sampling, got " + f"{body.n}.", param="n")
     if body.cache_salt is not None and (

@@ -35,6 +35,13 @@ def test_a_path_that_is_not_there_is_an_error_not_a_hub_name(name: str, tmp_path
         local_model(name, tmp_path)
 
 
+def test_a_path_of_another_machine_is_taken_as_it_is_where_the_command_is_for_there(tmp_path: Path) -> None:
+    model = local_model("/models/name", tmp_path, elsewhere=True)
+    assert (model.path, model.name, model.offline, model.max_positions) == ("/models/name", "name", True, 0)
+    with pytest.raises(FileNotFoundError):
+        local_model("./name", tmp_path, elsewhere=True)
+
+
 def test_a_hub_name_is_left_to_vllm(tmp_path: Path) -> None:
     model = local_model("owner/name", tmp_path)
     assert (model.path, model.offline, model.load_format) == ("owner/name", False, "auto")

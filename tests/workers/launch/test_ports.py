@@ -3,7 +3,7 @@ from itertools import islice
 
 import pytest
 
-from workers.launch.ports import PortTaken, free_ports, require_free
+from workers.launch.ports import PortTaken, claimed, free_ports, require_free
 
 
 def listener() -> socket.socket:
@@ -26,3 +26,12 @@ def test_free_ports_skip_those_with_a_listener_on_any_address() -> None:
 
 def test_free_ports_stay_out_of_the_range_of_outgoing_connections() -> None:
     assert next(free_ports(above=60_000)) < 32_768
+
+
+def test_a_port_is_kept_for_a_fleet_before_it_listens_there() -> None:
+    with claimed(21_490), claimed(21_491):
+        with pytest.raises(PortTaken, match="another fleet is starting or running"), claimed(21_490):
+            pass
+        require_free("127.0.0.1", 21_490)
+    with claimed(21_490):
+        pass
