@@ -81,15 +81,22 @@ class Soak:
                 await asyncio.sleep(0.2)
 
     def _run(self, log: Path, *argv: str) -> int:
-        # Faults that take longer than the budgets would only make the run longer.
-        budgets = {"MOONGATE_TIMEOUTS__FIRST_BYTE_S": "10", "MOONGATE_TIMEOUTS__BETWEEN_CHUNKS_S": "10"}
+        settings = {
+            # Faults that take longer than the budgets would only make the run longer.
+            "MOONGATE_TIMEOUTS__FIRST_BYTE_S": "10",
+            "MOONGATE_TIMEOUTS__BETWEEN_CHUNKS_S": "10",
+            "MOONGATE_TIMEOUTS__KEEP_ALIVE_S": "0.5",
+            # Full within a minute or two: what grows later is no cache.
+            "MOONGATE_PROMPT__CACHE_BYTES": str(16 << 20),
+            "MOONGATE_LIMITS__STORED_RESPONSES": "1000",
+        }
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [sys.executable, *argv],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env=os.environ | budgets | {"PYTHONPATH": str(ROOT)},
+                env=os.environ | settings | {"PYTHONPATH": str(ROOT)},
             )
         self.processes.append(process)
         return process.pid
@@ -198,12 +205,10 @@ class Soak:
                 ]
             )
             self.faults[kind] += 1
-            async with http.post(f"{self.controls[worker]}/sim/faults", json=fault):
-                pass
+            await _switch(http, self.controls[worker], fault)
             await asyncio.sleep(self.draw.uniform(0.5, 3))
             if self.draw.random() < 0.5:
-                async with http.post(f"{self.controls[worker]}/sim/faults", json={}):
-                    pass
+                await _switch(http, self.controls[worker], {})
 
     async def _watch(self, ended: asyncio.Event) -> None:
         while not ended.is_set():
@@ -220,8 +225,7 @@ class Soak:
         """What is wrong once everything has ended. Waits for what may take a moment."""
         async with aiohttp.ClientSession() as http:
             for control in self.controls:
-                async with http.post(f"{control}/sim/faults", json={}):
-                    pass
+                await _switch(http, control, {})
             try:
                 async with asyncio.timeout(30):
                     while await self._left(http) or not await self._up(http):
@@ -274,11 +278,24 @@ class Soak:
         before, after = (
             statistics.median(part) for part in (self.rss[quarter : 2 * quarter], self.rss[-quarter:])
         )
+        tenths = [self.rss[len(self.rss) * i // 10] for i in range(10)]
         print(f"memory  {before:.0f} MB in the second quarter, {after:.0f} MB in the last")
+        print(f"        at every tenth of the time {[round(one) for one in [*tenths, self.rss[-1]]]}")
         return [f"memory grew by {after - before:.0f} MB"] if after - before > GROWTH_MB else []
 
     def remember(self) -> None:
         self.fds = self._fds()
+
+
+async def _switch(http: aiohttp.ClientSession, control: str, faults: dict[str, Any]) -> None:
+    """Of one worker. A control port closes idle connections, at times just when one is used again."""
+    for last in (False, False, True):
+        try:
+            async with http.post(f"{control}/sim/faults", json=faults):
+                return
+        except aiohttp.ClientError:
+            if last:
+                raise
 
 
 async def soak(seconds: float, agents: int, seed: int) -> list[str]:

@@ -21,6 +21,22 @@ class Received:
         return [value for key, value in self.headers if key.lower() == name]
 
 
+class _Reader(asyncio.StreamReader):
+    """Tells when the other side has left, also while nobody reads. Clients here never pipeline."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        self.gone = asyncio.Event()
+
+    def feed_eof(self) -> None:
+        super().feed_eof()
+        self.gone.set()
+
+    def set_exception(self, exc: BaseException) -> None:
+        super().set_exception(exc)  # type: ignore[arg-type]
+        self.gone.set()
+
+
 @dataclass
 class Connection:
     """One request's connection. `gone` is set when the other side closes it."""
@@ -80,7 +96,13 @@ class Peer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, port: int = 0) -> "Peer":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, limit=1 << 20)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: asyncio.StreamReaderProtocol(_Reader(limit=1 << 20), self._serve),  # type: ignore[arg-type]
+            "127.0.0.1",
+            port,
+            backlog=2048,
+        )
         self.port: int = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -96,7 +118,7 @@ class Peer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: _Reader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -109,15 +131,12 @@ class Peer:
                     await Connection(reader, writer).answer(404 if page is None else 200, page or b"")
                     continue
                 self.received.append(request)
-                connection = Connection(reader, writer)
+                connection = Connection(reader, writer, reader.gone)
                 self.open.add(connection)
-                watcher = asyncio.create_task(_watch(connection))
                 try:
                     await self.handler(request, connection)
                 finally:
                     self.open.discard(connection)
-                    watcher.cancel()
-                    await asyncio.gather(watcher, return_exceptions=True)
                 if writer.is_closing() or connection.gone.is_set():
                     return
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
@@ -130,13 +149,6 @@ class Peer:
 
 
 Connection.__hash__ = object.__hash__  # type: ignore[method-assign]
-
-
-async def _watch(connection: Connection) -> None:
-    """Notice that the other side left while the handler is busy. Clients here never pipeline."""
-    while not connection.reader.at_eof() and connection.reader.exception() is None:
-        await asyncio.sleep(0.005)
-    connection.gone.set()
 
 
 async def _read_request(reader: asyncio.StreamReader) -> Received | None:

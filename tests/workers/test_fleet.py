@@ -99,7 +99,7 @@ def test_names_and_urls_are_unique_and_unknown_names_say_so() -> None:
 def test_this_machine_by_another_of_its_own_names_is_the_same_worker(again: str) -> None:
     fleet = Fleet()
     fleet.add("http://localhost:80")
-    with pytest.raises(DuplicateWorker, match="as worker localhost:80"):
+    with pytest.raises(DuplicateWorker, match="registered already"):
         fleet.add(again)
     for other in ("http://127.0.0.2:80", "http://localhost:81", "http://127.0.0.1:80/behind", "http://h:80"):
         fleet.add(other)
