@@ -1,5 +1,6 @@
 """Other names for a model: only the bytes of its name change, and every API knows them."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -154,6 +155,42 @@ async def test_b028_b080_every_api_takes_an_alias_and_the_list_shows_it(peers, t
             assert (await answer.json())["model"] == "m"
         async with gate.client.get(f"{gate.url}/metrics") as answer:
             assert 'moongate_requests_total{api="chat",model="m",outcome="ok"} 1.0' in await answer.text()
+
+
+async def test_b028_lengths_on_the_wire_are_those_of_what_is_sent(peers, tmp_path: Path) -> None:
+    async def answer(request: Received, connection: Connection) -> None:
+        kind = json.loads(request.body)["kind"]
+        if kind == "stream":
+            await connection.start_stream()
+            await connection.chunk("data: größer\n\ndata: [DONE]\n\n".encode())
+            await connection.end_stream()
+        else:
+            await connection.answer(int(kind), '{"said":"größer"}'.encode(), "content-type: application/json")
+
+    peer = await peers(answer, "größer/Modell-7b")
+    file = tmp_path / "moongate.toml"
+    file.write_text('[models."größer/Modell-7b"]\naliases = ["g", "ein viel längerer Name als der eigene"]\n')
+    flags = {"workers.urls": [peer.url], "admin.token": "admin-token"}
+    async with serving(load(file, QUICK, flags)) as gate:
+        await gate.until(lambda: all(w.state == "up" for w in gate.gateway.fleet.workers()))
+        reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
+        for alias in ("g", "ein viel längerer Name als der eigene"):
+            for kind in ("200", "400", "stream"):
+                ask = json.dumps({"model": alias, "kind": kind, "messages": []}, ensure_ascii=False).encode()
+                head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(ask)}\r\n\r\n"
+                writer.write(head.encode() + ask)
+                lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+                framing = [line for line in lines if line.startswith(("content-length", "transfer-encoding"))]
+                if kind == "stream":
+                    assert framing == ["transfer-encoding: chunked"]
+                    assert (await reader.readuntil(b"0\r\n\r\n")).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+                else:
+                    assert framing == ["content-length: 19"]
+                    assert await reader.readexactly(19) == '{"said":"größer"}'.encode()
+                got = peer.received[-1]  # the worker read as many bytes as its length line said
+                assert json.loads(got.body) == {**json.loads(ask), "model": "größer/Modell-7b"}
+        writer.close()
+        assert len(peer.received) == 6
 
 
 def test_a_name_means_one_model(tmp_path: Path) -> None:

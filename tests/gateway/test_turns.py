@@ -336,6 +336,38 @@ async def test_b088_every_apis_own_end_is_a_good_one_and_nothing_is_added_to_it(
         assert 'model="m",outcome="ok"} 1.0' in await page.text()
 
 
+DELTAS = [
+    '{"reasoning":"hm"}',
+    '{"reasoning_content":"hm"}',
+    '{"content":null,"tool_calls":[{"index":1,"function":{"arguments":"{"}}]}',
+    '{"tool_calls":[{"id":"c","type":"function","function":{"name":"f"}}]}',
+    '{"tool_calls":[{"index":0,"function":{"arguments":"\\u007b\\ud83d"}}]}',
+    '{"content":null,"new_in_the_next_vllm":[1.0,1e3]}',
+    '{},"finish_reason":"tool_calls"',
+]
+
+
+async def test_b092_deltas_of_every_kind_pass_as_they_are_and_so_does_a_history_with_them(
+    peers, front
+) -> None:
+    events = [f'data: {{"choices":[{{"index":0,"delta":{delta}}}]}}\n\n'.encode() for delta in DELTAS]
+
+    async def speak(_: Received, connection: Connection) -> None:
+        await connection.start_stream()
+        for event in events:
+            await connection.chunk(event)
+        await connection.chunk(b"data: [DONE]\n\n")
+        await connection.end_stream()
+
+    peer = await peers(speak)
+    gate = await front(peer)
+    said = '{"role":"assistant","content":null,"reasoning":"hm","tool_calls":[{"id":"c","function":{}}]}'
+    sent = f'{{"model":"m","stream":true,"messages":[{{"role":"user","content":[]}},{said}]}}'.encode()
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=sent) as answer:
+        assert (answer.status, await answer.read()) == (200, b"".join(events) + b"data: [DONE]\n\n")
+    assert peer.received[0].body == sent
+
+
 @pytest.mark.parametrize("how", ["reset", "clean"])
 @pytest.mark.parametrize("path", ENDS)
 async def test_b007_a_stream_cut_after_its_first_event_ends_with_its_apis_error_event(
