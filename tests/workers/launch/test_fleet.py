@@ -220,6 +220,16 @@ async def test_a_taken_port_is_said_before_anything_starts(launch: Launch) -> No
     assert not (running.directory / "logs").exists()
 
 
+async def test_a_port_of_a_fleet_that_is_still_starting_is_refused(launch: Launch) -> None:
+    first = await launch("--never-ready")
+    await first.until("workers for")
+    second = await launch(port=first.port)
+    assert await second.ended() == 1
+    assert "another fleet is starting or running there" in "".join(second.lines)
+    first.process.terminate()
+    assert await first.ended() == 0
+
+
 async def test_a_signal_while_starting_ends_it_at_once(launch: Launch) -> None:
     running = await launch("--never-ready")
     await running.until("workers for")
