@@ -10,8 +10,8 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway import errors
+from gateway.asgi import Headers
 from gateway.bodies import Bodies, ListField
-from gateway.exchange import Headers
 from gateway.forms import field_span
 from gateway.sessions import named_in_body
 from gateway.usage import AnswerTail

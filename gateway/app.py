@@ -11,6 +11,7 @@ from pathlib import Path
 from gateway.admin import AdminParts, build_admin
 from gateway.admin_views import PoolAnswer
 from gateway.aliases import Aliases
+from gateway.asgi import Message, Receive, Scope, Send
 from gateway.audit import Audit
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.bodies import Bodies
@@ -21,7 +22,6 @@ from gateway.decisions import DecisionLog
 from gateway.drains import Drains
 from gateway.eligibility import Room
 from gateway.errors import ErrorBoundary
-from gateway.exchange import Message, Receive, Scope, Send
 from gateway.explain import Explainer
 from gateway.health import Readiness, readiness
 from gateway.index_view import IndexAnswer, SnapshotView, index_entries

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from gateway.exchange import Headers
+from gateway.asgi import Headers
 from gateway.http1 import Connection, Response, UpstreamError, request_head
 
 # Shorter than the 5 s after which uvicorn, and so vLLM, closes an idle connection.

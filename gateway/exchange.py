@@ -3,25 +3,13 @@
 import asyncio
 import random
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
 
+from gateway.asgi import ABORT, ON_GONE, Headers, OnGone, Receive, Scope, Send
 from gateway.deadline import Deadline
 from gateway.errors import PayloadTooLarge, RequestTimeout
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
-
-# ASGI extensions of our own server: a function that drops the client's connection at once, and one that takes
-# what is to be called when the client leaves before its answer is complete (None: nothing any more).
-# `receive` would tell it, too, but to a task more for every turn.
-ABORT = "moongate.abort"
-ON_GONE = "moongate.on_gone"
-OnGone = Callable[[Callable[[], None] | None], None]
 # Their own generator, seeded by the system: ids have to be unique, nobody has to be unable to guess them.
 _ids = random.Random()
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")

@@ -1,6 +1,6 @@
 """Which header lines cross the gateway, in both directions."""
 
-from gateway.exchange import Headers
+from gateway.asgi import Headers
 
 # RFC 9110 section 7.6.1, plus the framing that each side writes for itself.
 _HOP_BY_HOP = frozenset(

@@ -10,7 +10,7 @@ from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-from gateway.exchange import Headers
+from gateway.asgi import Headers
 
 # Bytes of a body that wait to be read before the worker has to pause; one read of the socket more may come.
 _WAITING_BYTES = 1 << 16

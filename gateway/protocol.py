@@ -9,7 +9,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway import errors
-from gateway.exchange import ABORT, ON_GONE
+from gateway.asgi import ABORT, ON_GONE
 
 # Agents' heads have 1 to 3 KB; what vLLM's own server takes.
 _HEAD_BYTES = 1 << 16

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from urllib.parse import quote
 
 from gateway import errors
-from gateway.exchange import Headers
+from gateway.asgi import Headers
 from gateway.transport import Transport, UpstreamError
 from workers.fleet import Fleet
 from workers.worker import Worker

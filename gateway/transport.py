@@ -6,7 +6,7 @@ tenth of httpx's. Those stay where requests are few (probes, discovery, the pool
 
 from typing import Protocol
 
-from gateway.exchange import Headers
+from gateway.asgi import Headers
 from gateway.http1 import UpstreamError as UpstreamError
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from gateway import errors, stored
 from gateway.aliases import Aliases
 from gateway.api import POST_ONLY, ParsedTurn, is_event_stream, parse
+from gateway.asgi import Headers, Receive, Scope, Send
 from gateway.auth import NO_KEY, ClientKey
 from gateway.bodies import Bodies
 from gateway.breaks import PrefixBreaks
 from gateway.deadline import Deadline
 from gateway.decisions import DecisionLog, DecisionRecord
 from gateway.divergence import PrefixReport
-from gateway.exchange import ClientGone, Exchange, Headers, Receive, Scope, Send
+from gateway.exchange import ClientGone, Exchange
 from gateway.headers import for_client, for_worker, unbuffered
 from gateway.hot_chains import HotChains
 from gateway.keep_alive import keep_alive

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway import http1
-from gateway.exchange import Headers
+from gateway.asgi import Headers
 from gateway.http1 import Connection, Response, UpstreamError, request_head
 
 
