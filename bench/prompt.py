@@ -27,8 +27,8 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from gateway.api import parse
-from gateway.bodies import Bodies
+from gateway.api.bodies import Bodies
+from gateway.api.parse import parse
 from store.hashing import HashAlgo, HashScheme, chain
 from store.prompt.local import LocalPrompts
 from store.prompt.request import PromptRequest

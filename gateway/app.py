@@ -8,39 +8,39 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from gateway.admin import AdminParts, build_admin
-from gateway.admin_views import PoolAnswer
-from gateway.aliases import Aliases
+from gateway.admin.explain import Explainer
+from gateway.admin.index import IndexAnswer, SnapshotView, index_entries
+from gateway.admin.prompts import PromptsAnswer, made_elsewhere, prompts_answer
+from gateway.admin.routes import AdminParts, build_admin
+from gateway.admin.views import PoolAnswer
+from gateway.api.aliases import Aliases
+from gateway.api.bodies import Bodies
 from gateway.asgi import Message, Receive, Scope, Send
-from gateway.audit import Audit
 from gateway.auth import AdminToken, ClientKeys, Guard
-from gateway.bodies import Bodies
-from gateway.breaks import PrefixBreaks
-from gateway.connections import Connections
-from gateway.decision_file import DecisionFile
-from gateway.decisions import DecisionLog
-from gateway.drains import Drains
-from gateway.eligibility import Room
 from gateway.errors import ErrorBoundary
-from gateway.explain import Explainer
 from gateway.health import Readiness, readiness
-from gateway.index_view import IndexAnswer, SnapshotView, index_entries
-from gateway.layouts import Layouts
-from gateway.learning import Learning
-from gateway.links import CountedKnowledge, Links
+from gateway.knowledge.audit import Audit
+from gateway.knowledge.drains import Drains
+from gateway.knowledge.resync import Resync
+from gateway.knowledge.snapshots import Snapshots
+from gateway.knowledge.trust import Trusts
 from gateway.metrics import OTHER, Metrics, Snapshot, WorkerSample
-from gateway.policy_versions import PolicyVersions
-from gateway.prompts import ModelPrompts
-from gateway.prompts_view import PromptsAnswer, made_elsewhere, prompts_answer
+from gateway.prompts.layouts import Layouts
+from gateway.prompts.prompts import ModelPrompts
+from gateway.prompts.rendering import WorkerRenderer
+from gateway.proxy.stored import StoredResponses
+from gateway.proxy.turns import TurnApp
 from gateway.public import build_public
-from gateway.rendering import WorkerRenderer
-from gateway.resync import Resync
-from gateway.router import Router
+from gateway.routing.breaks import PrefixBreaks
+from gateway.routing.decision_file import DecisionFile
+from gateway.routing.decisions import DecisionLog
+from gateway.routing.eligibility import Room
+from gateway.routing.learning import Learning
+from gateway.routing.links import CountedKnowledge, Links
+from gateway.routing.policy_versions import PolicyVersions
+from gateway.routing.router import Router
 from gateway.settings import Settings
-from gateway.snapshots import Snapshots
-from gateway.stored import StoredResponses
-from gateway.trust import Trusts
-from gateway.turns import TurnApp
+from gateway.upstream.connections import Connections
 from policies.document import Document
 from policies.ledger import Ledger
 from policies.rates import InUnits

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from gateway import errors
-from gateway.aliases import Aliases
+from gateway.api.aliases import Aliases
 from gateway.health import Readiness
 from gateway.metrics import Metrics
 from workers.fleet import Fleet

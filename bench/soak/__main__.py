@@ -71,7 +71,7 @@ class Soak:
             self.controls.append(f"http://127.0.0.1:{control}")
         port = next(ports)
         flags = [word for url in urls for word in ("--worker", url)]
-        gateway = "from gateway.cli import main; main()"
+        gateway = "from gateway.cli.main import main; main()"
         self.pid = self._run(
             logs / "gateway.log", "-c", gateway, "serve", f"--port={port}", f"--admin-token={TOKEN}", *flags
         )

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 _PEERS = ROOT / ".moongate" / "routers"
 _REQUIREMENTS = ROOT / "bench" / "routers.txt"
 _READY_S = 60.0
-_GATEWAY = "from gateway.cli import main; main()"
+_GATEWAY = "from gateway.cli.main import main; main()"
 
 
 @dataclass(slots=True)

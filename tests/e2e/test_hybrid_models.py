@@ -17,8 +17,8 @@ import pytest
 import pytest_asyncio
 
 import real_fleet
-from gateway.doctor import examine
-from gateway.remote import RunningGateway
+from gateway.cli.doctor import examine
+from gateway.cli.remote import RunningGateway
 from hybrid_model import make_hybrid_model
 from real_fleet import BLOCK, TOKEN, RealFleet, RealWorker
 

@@ -12,8 +12,8 @@ from picture_model import make_picture_model, picture
 
 import real_fleet
 from conversation import Answered, answered
-from gateway.api import parse
-from gateway.rendering import WorkerRenderer
+from gateway.api.parse import parse
+from gateway.prompts.rendering import WorkerRenderer
 from real_fleet import BLOCK, RealFleet
 from store.events import BlockStored, EventBatch
 from store.hashing import Chain, HashScheme, chain

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from gateway.api import ParsedTurn
-from gateway.connections import Connections
-from gateway.hot_chains import HotChains
-from gateway.prompts import Understood
-from gateway.resync import Result, Resync
+from gateway.api.parse import ParsedTurn
+from gateway.knowledge.hot_chains import HotChains
+from gateway.knowledge.resync import Result, Resync
+from gateway.prompts.prompts import Understood
+from gateway.upstream.connections import Connections
 from real_fleet import BLOCK, RealFleet, RealWorker
 from store.hashing import HashScheme, chain
 from store.knowledge import Knowledge

@@ -1,9 +1,11 @@
-"""Workers made of raw sockets that announce what they cache."""
+"""Workers made of raw sockets that announce what they cache, and what the gateway says of them."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from peer import Peer
+from peer import ADMIN, Peer
 from tests.store.kv_publisher import free_port
 from workers.launch.tiny_model import make_tiny_model
 
@@ -25,3 +27,12 @@ def announce_from(peer: Peer, directory: Path) -> tuple[int, int, str]:
     }
     peer.pages["/kv_event_sources"] = json.dumps({"0": source}).encode()
     return live, replay, model
+
+
+async def page(gate: Any, path: str) -> Any:
+    async with gate.client.get(gate.url + path, headers=ADMIN) as answer:
+        return await answer.json(content_type=None) if path != "/metrics" else await answer.text()
+
+
+def state(gate: Any, target: str) -> Callable[[str], Callable[[], bool]]:
+    return lambda wanted: lambda: gate.gateway.trusts.of(target).state == wanted

@@ -6,7 +6,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from gateway.admin import AdminParts, build_admin
+from gateway.admin.routes import AdminParts, build_admin
 from gateway.errors import TABLE
 from gateway.metrics import Metrics, Snapshot
 from gateway.settings import Settings

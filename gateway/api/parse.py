@@ -1,0 +1,394 @@
+"""What routing needs of a request body, and nothing more: the body itself goes on as raw bytes."""
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, cast
+
+import msgspec
+from msgspec.structs import replace
+
+from gateway import errors
+from gateway.api.bodies import Bodies, ListField
+from gateway.api.forms import field_span
+from gateway.api.usage import AnswerTail
+from gateway.asgi import Headers
+from gateway.sessions.sessions import named_in_body
+from store.prompt.request import (
+    ChatPrompt,
+    MessagesPrompt,
+    PromptRequest,
+    ResponsesPrompt,
+    Side,
+    TextPrompt,
+    TokensPrompt,
+)
+
+Api = Literal["chat", "completions", "messages", "responses", "other"]
+S = TypeVar("S", bound=msgspec.Struct)
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_STORED = "/v1/responses/"
+# Where a worker would answer other methods with an error of its framework, in no API's shape.
+POST_ONLY = frozenset(
+    "/v1/chat/completions /v1/completions /v1/messages /v1/messages/count_tokens /v1/responses "
+    "/v1/embeddings /v1/rerank /v1/score /v1/audio/transcriptions /v1/audio/translations "
+    "/tokenize /detokenize /classify /score /rerank /v2/rerank /v2/embed /pooling".split()
+)
+_NO_JSON = "the body is not valid JSON"
+_VAST = "a body of so many parts has to be plain JSON: without NaN, Infinity and lone surrogates"
+# See `is_vast`. A million token ids are read in 90 ms.
+_UNCOUNTED_BYTES = 1 << 19
+_UNREAD_BYTES = 8 << 20
+_MOST_PARTS = 20_000
+_MOST_VALUES = 1 << 20
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})')
+_RESPONSE_ENDS = (b"response.completed", b"response.incomplete", b"response.failed", b"error")
+
+
+class ParsedTurn(msgspec.Struct, frozen=True):
+    """A request as routing sees it.
+
+    prompt: what shapes the engine's prompt, None where it can't be known; `unknown` then says why.
+    session: what the body calls the session it belongs to, "" if it doesn't.
+    response_id: the stored response that it goes on from or asks about, "" if none.
+    reads_cache: whether the engine looks for cached blocks (with prompt_logprobs, for one, it does not).
+    one_sequence: whether the answer's usage speaks of one prompt and one sequence only.
+    stream: whether the answer is asked for as an event stream.
+    """
+
+    api: Api
+    model: str
+    prompt: PromptRequest | None = None
+    unknown: str = ""
+    session: str = ""
+    response_id: str = ""
+    reads_cache: bool = True
+    one_sequence: bool = True
+    stream: bool = False
+
+    def complete(self, tail: AnswerTail) -> bool:
+        """Whether an event stream that ended did so in its API's own way."""
+        if self.api == "messages":
+            return tail.last_event() in (b"message_stop", b"error")
+        if self.api == "responses":
+            return tail.last_event() in _RESPONSE_ENDS
+        return tail.total > 0 and (self.api == "other" or tail.ends_with_done())
+
+    def error_event(self, tail: AnswerTail, error: errors.ApiError, response_id: str = "") -> bytes:
+        """The last event of a stream that broke off: no client takes what came before for whole.
+
+        response_id: of the response that was being made, where the stream had named it.
+        """
+        gap = b"" if not tail.total or tail.content().endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
+        if self.api == "messages":
+            return gap + b"event: error\ndata: " + errors.body(error, "anthropic") + b"\n\n"
+        if self.api == "responses":
+            return gap + b"event: response.failed\ndata: " + self._failed(tail, error, response_id) + b"\n\n"
+        return gap + b"data: " + errors.body(error, "openai") + b"\n\n"
+
+    def _failed(self, tail: AnswerTail, error: errors.ApiError, response_id: str) -> bytes:
+        """Of the events that end a response the one that every client of the API knows."""
+        numbers = _SEQUENCE_NUMBER.findall(tail.content())
+        response: dict[str, Any] = {
+            "id": response_id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "failed",
+            "error": {"code": error.code, "message": error.message},
+            "incomplete_details": None,
+            "model": self.model,
+            "output": [],
+        }
+        number = int(numbers[-1]) + 1 if numbers else 0
+        return msgspec.json.encode(
+            {"type": "response.failed", "sequence_number": number, "response": response}
+        )
+
+
+class _Head(msgspec.Struct):
+    """What places a turn of any API, whether or not anybody looks at its prompt."""
+
+    model: str
+    stream: bool | None = None
+    kv_transfer_params: Any = None
+    previous_response_id: Any = None
+    metadata: Any = None
+    session_id: Any = None
+    prompt_cache_key: Any = None
+
+
+class _Chat(msgspec.Struct):
+    """The least that a chat body must be; whatever else is wrong with it the worker says better."""
+
+    messages: list[dict[str, Any]]
+    n: int | None = None
+    echo: bool | None = None
+    prompt_logprobs: int | None = None
+
+
+class _Completion(msgspec.Struct):
+    """The least that a completions body must be."""
+
+    prompt: str | list[str | int | list[int]] | None = None
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class _CompletionShape(msgspec.Struct):
+    """Fields of a completions body that shape the prompt, with vLLM's defaults."""
+
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Side | None = None
+    cache_salt: str | None = None
+
+
+class _Messages(msgspec.Struct):
+    """The least that a messages body must be."""
+
+    messages: list[dict[str, Any]]
+
+
+class _Responses(msgspec.Struct):
+    """The least that a responses body must be."""
+
+    input: str | list[Any]
+
+
+class _Other(msgspec.Struct):
+    model: Any = None
+    kv_transfer_params: Any = None
+    sampling_params: Any = None
+
+
+def is_event_stream(headers: Headers) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+
+
+def parse(
+    method: str,
+    path: str,
+    body: bytes,
+    content_type: bytes = b"",
+    bodies: Bodies | None = None,
+    *,
+    encoding: bytes = b"",
+    prompts: bool = True,
+) -> ParsedTurn:
+    """Read `body` as what `path` takes; what it repeats of earlier `bodies` is not read again.
+
+    encoding: its Content-Encoding. prompts: whether anybody will look at the prompt. Raises InvalidRequest,
+    with the field to blame if there is one, and UnsupportedMedia.
+    """
+    reader = _READERS.get(path) if method == "POST" else None
+    if reader is not None:
+        if encoding not in (b"", b"identity"):
+            raise errors.UnsupportedMedia(
+                "send the body uncompressed", headers={"accept-encoding": "identity"}
+            )
+        try:
+            if not prompts or is_vast(body):
+                return _placed(_API_OF[path], body, "too_many_parts" if prompts else "off")
+            return reader(body, bodies or Bodies(0))
+        except errors.InvalidRequest as error:
+            if error.message == _NO_JSON and _is_another_kind(content_type, body):
+                raise errors.UnsupportedMedia("send the body as application/json") from None
+            raise
+    if path.startswith(_STORED):
+        return ParsedTurn(
+            "responses", "", unknown="other_api", response_id=path[len(_STORED) :].split("/")[0]
+        )
+    return _other(body, content_type)
+
+
+def _placed(api: Api, rest: bytes, unknown: str = "invalid") -> ParsedTurn:
+    """A turn as its head has it: of its prompt nothing is known."""
+    head = _decode(rest, _Head)
+    _refuse_transfer(head.kv_transfer_params)
+    session = named_in_body(head.metadata, head.session_id, head.prompt_cache_key)
+    earlier = head.previous_response_id if api == "responses" else None
+    return ParsedTurn(
+        api,
+        head.model,
+        unknown=unknown,
+        session=session,
+        response_id=earlier if isinstance(earlier, str) else "",
+        stream=bool(head.stream),
+    )
+
+
+def _read(body: bytes, bodies: Bodies, kind: type[S], name: ListField) -> tuple[S | None, bytes]:
+    """The prompt of a body, None where only a worker can say what is wrong with it; and the rest of it."""
+    try:
+        return bodies.read(body, kind, name)
+    except _UNREADABLE:
+        return None, body
+
+
+def _with_prompt(turn: ParsedTurn, prompt: PromptRequest | None, **more: bool) -> ParsedTurn:
+    return replace(turn, prompt=prompt, unknown="" if prompt is not None else turn.unknown, **more)
+
+
+def _chat(body: bytes, bodies: Bodies) -> ParsedTurn:
+    prompt, rest = _read(body, bodies, ChatPrompt, "messages")
+    turn, asked = _placed("chat", rest), _decode(rest, _Chat)
+    return _with_prompt(
+        turn,
+        prompt,
+        reads_cache=asked.prompt_logprobs is None and not asked.echo,
+        one_sequence=(asked.n or 1) == 1,
+    )
+
+
+def _messages(body: bytes, bodies: Bodies) -> ParsedTurn:
+    prompt, rest = _read(body, bodies, MessagesPrompt, "messages")
+    turn = _placed("messages", rest)
+    _decode(rest, _Messages)
+    return _with_prompt(turn, prompt)
+
+
+def _responses(body: bytes, bodies: Bodies) -> ParsedTurn:
+    prompt, rest = _read(body, bodies, ResponsesPrompt, "input")
+    turn = _placed("responses", rest)
+    _decode(rest, _Responses)
+    return _with_prompt(turn, prompt)
+
+
+def _completion(body: bytes, _: Bodies) -> ParsedTurn:
+    turn, asked = _placed("completions", body), _decode(body, _Completion)
+    prompts = _prompts(asked.prompt)
+    several = (asked.n or 1) > 1 or (asked.best_of or 1) > 1 or asked.use_beam_search or len(prompts) != 1
+    return _with_prompt(
+        turn,
+        _shaped(body, prompts[0]) if prompts else None,
+        reads_cache=asked.prompt_logprobs is None and not (asked.echo and asked.logprobs is not None),
+        one_sequence=not several,
+    )
+
+
+def _prompts(given: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
+    """The prompts of a completions body; a batch goes where its first prompt is held."""
+    if isinstance(given, str):
+        return [given] if given else []
+    ids = [item for item in given or [] if isinstance(item, int)]
+    if ids:
+        return [ids] if len(ids) == len(given or []) else []
+    return [item for item in given or [] if item and not isinstance(item, int)]
+
+
+def _shaped(body: bytes, prompt: str | list[int]) -> TextPrompt | TokensPrompt | None:
+    try:
+        shape = msgspec.json.decode(body, type=_CompletionShape, strict=False)
+    except _UNREADABLE:
+        return None
+    if isinstance(prompt, str):
+        return TextPrompt(
+            text=prompt,
+            add_special_tokens=shape.add_special_tokens,
+            truncate_prompt_tokens=shape.truncate_prompt_tokens,
+            truncation_side=shape.truncation_side,
+            cache_salt=shape.cache_salt,
+        )
+    return TokensPrompt(
+        ids=prompt,
+        truncate_prompt_tokens=shape.truncate_prompt_tokens,
+        truncation_side=shape.truncation_side,
+        cache_salt=shape.cache_salt,
+    )
+
+
+def _other(body: bytes, content_type: bytes) -> ParsedTurn:
+    """Any other API: the model is taken from the body if it is JSON, or a form, and names one."""
+    named = field_span(body, content_type, b"model")
+    if named is not None:
+        return ParsedTurn("other", body[slice(*named)].decode("utf-8", "replace"), unknown="other_api")
+    try:
+        head = _decode(body, _Other)
+    except errors.InvalidRequest as error:
+        if error.message == _VAST:
+            raise
+        return ParsedTurn("other", "", unknown="other_api")
+    _refuse_transfer(head.kv_transfer_params)
+    _refuse_transfer(_item(_item(head.sampling_params, "extra_args"), "kv_transfer_params"))
+    return ParsedTurn("other", head.model if isinstance(head.model, str) else "", unknown="other_api")
+
+
+def _item(value: object, name: str) -> object:
+    return cast(dict[str, object], value).get(name) if isinstance(value, dict) else None
+
+
+def _decode(body: bytes, kind: type[S]) -> S:
+    try:
+        return msgspec.json.decode(body, type=kind, strict=False)
+    except _UNREADABLE:
+        pass
+    # Lone surrogates, NaN and 1e999 are no JSON, but vLLM reads bodies with Python's parser, which takes
+    # them.
+    if body.lstrip()[:1] == b"{" and is_vast(body):
+        raise errors.InvalidRequest(_VAST)
+    try:
+        return msgspec.convert(json.loads(body), kind, strict=False)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        raise errors.InvalidRequest(message, param=_field_in(message)) from None
+    except (ValueError, RecursionError):
+        raise errors.InvalidRequest(_NO_JSON) from None
+
+
+def _is_another_kind(content_type: bytes, body: bytes) -> bool:
+    """Whether `body` is something else than JSON, not only broken."""
+    kind = content_type.lower()
+    return bool(kind) and b"json" not in kind and b"octet-stream" not in kind and body.lstrip()[:1] != b"{"
+
+
+def is_vast(body: bytes) -> bool:
+    """Whether reading `body` whole would hold up the event loop: for its parts, not for long texts in it.
+
+    Objects and lists cost 0.3 us each, Python's parser 1 us, numbers and texts a tenth. A million tokens in
+    ordinary messages are a few thousand.
+    """
+    if len(body) <= _UNCOUNTED_BYTES:
+        return False
+    if body.count(b",") > _MOST_VALUES:
+        return True
+    if body.count(b"{") + body.count(b"[") <= _MOST_PARTS:
+        return False
+    # Text is full of brackets, too. One quote in it is two bytes here.
+    if len(body) > _UNREAD_BYTES or body.count(b'"') - body.count(b'\\"') > 8 * _MOST_PARTS:
+        return True
+    bare = _STRING.sub(b"", body)
+    return bare.count(b"{") + bare.count(b"[") > _MOST_PARTS
+
+
+def _field_in(message: str) -> str | None:
+    """The field that a validation message of msgspec speaks of."""
+    if "missing required field" in message:
+        return message.split("`")[1]
+    _, _, path = message.partition(" - at `$.")
+    return path.rstrip("`") or None
+
+
+def _refuse_transfer(params: object) -> None:
+    # They tell a worker which host to connect to: never a client's to say.
+    if params is not None:
+        raise errors.InvalidRequest("kv_transfer_params is not for clients", param="kv_transfer_params")
+
+
+_API_OF: Mapping[str, Api] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/messages": "messages",
+    "/v1/responses": "responses",
+}
+_READERS: Mapping[str, Callable[[bytes, Bodies], ParsedTurn]] = {
+    "/v1/chat/completions": _chat,
+    "/v1/completions": _completion,
+    "/v1/messages": _messages,
+    "/v1/responses": _responses,
+}

@@ -1,0 +1,135 @@
+"""`moongate policy`: the policy document of a running gateway."""
+
+import getpass
+import json
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+policy = typer.Typer(name="policy", help="Read and change the policy of a running gateway.")
+
+Url = Annotated[
+    str | None, typer.Option("--url", help="Base URL of the running gateway. Default: from the settings.")
+]
+Token = Annotated[str | None, typer.Option("--admin-token", help="Token of the admin API.")]
+Config = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
+File = Annotated[str, typer.Argument(help="File with a policy document, JSON or TOML, or - for stdin.")]
+Comment = Annotated[str, typer.Option("--comment", help="Why, for the history.")]
+IfMatch = Annotated[str, typer.Option("--if-match", help="Only if this version is in force: its number.")]
+
+
+@policy.command()
+def get(url: Url = None, admin_token: Token = None, config: Config = None) -> None:
+    """Print the document in force; its version goes to standard error."""
+    found = _ask("GET", "", url, admin_token, config)
+    print(f"version {found['version']} by {found['author'] or 'unknown'}", file=sys.stderr)
+    print(json.dumps(found["document"], indent=2))
+
+
+@policy.command()
+def put(
+    file: File,
+    comment: Comment = "",
+    if_match: IfMatch = "",
+    url: Url = None,
+    admin_token: Token = None,
+    config: Config = None,
+) -> None:
+    """Bring a document into force at once; turns under way end as they were placed."""
+    found = _ask(
+        "PUT", "", url, admin_token, config, json=_document(file), params=_why(comment), if_match=if_match
+    )
+    print(f"version {found['version']} is in force")
+
+
+@policy.command()
+def validate(file: File, url: Url = None, admin_token: Token = None, config: Config = None) -> None:
+    """Check a document, and try it on the last decisions. Changes nothing."""
+    recent = _ask("POST", "/validate", url, admin_token, config, json=_document(file))["recent"]
+    print("the document is valid")
+    if recent["turns"]:
+        moved = f"of the last {recent['turns']} turns it would have moved {recent['changed']}"
+        before, after = recent["predicted_ttft_ms_before"], recent["predicted_ttft_ms_after"]
+        print(f"{moved}: expected time to first token {before:.1f} -> {after:.1f} ms,")
+        print(f"tokens to compute {recent['uncached_tokens_before']} -> {recent['uncached_tokens_after']}")
+
+
+@policy.command()
+def history(url: Url = None, admin_token: Token = None, config: Config = None) -> None:
+    """The versions there were, with what each changed; the newest first."""
+    for version in _ask("GET", "/history", url, admin_token, config)["versions"]:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(version["time"]))
+        print(f"version {version['version']}  {when}  {version['author']}  {version['comment']}".rstrip())
+        for line in version["diff"].splitlines()[2:]:
+            print(f"  {line}")
+
+
+@policy.command()
+def rollback(
+    version: Annotated[int | None, typer.Argument(help="Default: the one before the present.")] = None,
+    comment: Comment = "",
+    if_match: IfMatch = "",
+    url: Url = None,
+    admin_token: Token = None,
+    config: Config = None,
+) -> None:
+    """Bring an earlier version's document into force again."""
+    body = {} if version is None else {"version": version}
+    found = _ask(
+        "POST", "/rollback", url, admin_token, config, json=body, params=_why(comment), if_match=if_match
+    )
+    print(f"version {found['version']} is in force: {found['comment']}")
+
+
+def _ask(
+    method: str,
+    path: str,
+    url: str | None,
+    admin_token: str | None,
+    config: Path | None,
+    *,
+    json: Any = None,
+    params: dict[str, str] | None = None,
+    if_match: str = "",
+) -> Any:
+    from gateway.cli.main import running
+    from gateway.cli.remote import RemoteError
+
+    etag = f'"{if_match}"' if if_match else ""
+    try:
+        with running(url, admin_token, config) as gateway:
+            return gateway.ask(method, "/admin/v1/policy" + path, json=json, params=params, etag=etag)
+    except RemoteError as error:
+        _fail(str(error))
+
+
+def _why(comment: str) -> dict[str, str]:
+    try:
+        author = getpass.getuser()
+    except (KeyError, OSError):
+        author = ""
+    return {"author": author, "comment": comment}
+
+
+def _document(file: str) -> Any:
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        _fail(f"{file}: {error}")
+    try:
+        return json.loads(text)
+    except ValueError as fault:
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            of = f"JSON: {fault}" if text.lstrip().startswith("{") else f"TOML: {error}"
+            _fail(f"{file}: not valid {of}")
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"moongate: {message}", file=sys.stderr)
+    raise typer.Exit(1)

@@ -1,0 +1,105 @@
+"""What a change in the fleet means for other rooms: event streams to follow, blocks to forget."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from gateway.knowledge.audit import Audit
+from gateway.knowledge.snapshots import Snapshots
+from gateway.metrics import Metrics
+from gateway.prompts.prompts import ModelPrompts
+from policies.ledger import Ledger
+from policies.sessions import Sessions
+from store.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from store.knowledge import Knowledge
+from store.pool import PoolView
+from store.streams import EventSource, EventStreams
+from workers.fleet import FleetEvent
+from workers.worker import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class CountedKnowledge:
+    """An event sink: the knowledge, with every event counted on its way in."""
+
+    knowledge: Knowledge
+    metrics: Metrics
+
+    def batch(self, target: str, batch: EventBatch) -> None:
+        self.knowledge.batch(target, batch)
+        for event in batch.events:
+            self.metrics.kv_events(target, _KINDS[type(event)])
+
+    def reset(self, target: str, why: str) -> None:
+        self.knowledge.reset(target, why)
+
+    def doubt(self, target: str, why: str) -> None:
+        self.knowledge.doubt(target, why)
+
+
+_KINDS = {BlockStored: "stored", BlockRemoved: "removed", AllBlocksCleared: "cleared"}
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """A fleet listener: subscribes to what came up, forgets what was lost.
+
+    A lost worker's share of the pool counts for nothing from then on; the master would still offer it for up
+    to its client_ttl. One that was removed while it was up still has its share.
+    """
+
+    streams: EventStreams
+    knowledge: Knowledge
+    prompts: ModelPrompts
+    snapshots: Snapshots
+    ledger: Ledger
+    pool: PoolView | None
+    audit: Audit
+    sessions: Sessions
+
+    def follow(self, event: FleetEvent, worker: Worker) -> None:
+        if event == "up":
+            self._up(worker)
+        elif event == "restarted":
+            self._restarted(worker)
+        elif event == "lost":
+            self._lost(worker)
+        elif event == "removed":
+            self._forget_rates(worker)
+            for target in worker.targets:
+                self.audit.forget(target.name)
+        if self.pool is not None and worker.segment:
+            if event == "lost":
+                self.pool.lost(worker.segment)
+            elif event in ("up", "restarted", "removed"):
+                self.pool.back(worker.segment)
+
+    def _up(self, worker: Worker) -> None:
+        self.prompts.prepare(worker)
+        for source in worker.kv_endpoints:
+            target = worker.target_of(source.rank)
+            scheme = self.prompts.reported(worker, worker.models[0].id) if worker.models else None
+            if scheme is not None:
+                self.knowledge.expect(target, scheme, fixed=self.prompts.seed_is_set(worker.models[0].id))
+            self.streams.subscribe(
+                EventSource(target, source.endpoint, source.replay_endpoint, source.topic),
+                self.snapshots.claim(target),
+                partial(self.knowledge.admit, target),
+            )
+
+    def _restarted(self, worker: Worker) -> None:
+        for target in worker.targets:
+            self.audit.acquit(target.name)
+            self.streams.restarted(target.name)
+        self._forget_rates(worker)
+
+    def _forget_rates(self, worker: Worker) -> None:
+        for target in worker.targets:
+            self.ledger.forget(target.name)
+            self.sessions.forget(target.name)
+
+    def _lost(self, worker: Worker) -> None:
+        self.prompts.parity.forget(worker.name)
+        for target in worker.targets:
+            self.audit.acquit(target.name)
+            self.streams.unsubscribe(target.name)
+            self.knowledge.drop(target.name)

@@ -1,0 +1,1 @@
+"""The HTTP client to workers: connections, and which header lines cross."""

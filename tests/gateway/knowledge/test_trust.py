@@ -1,0 +1,130 @@
+"""What is not proven, or contradicted by answers, counts in part: through a real gateway."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from announcing import announce_from, page, state
+from peer import ADMIN, Connection, Peer, Received
+from store.hashing import HashScheme, chain
+from tests.store.kv_publisher import Publisher, cleared, publishing, removed, stored
+
+TOKENS = [n % 90 + 5 for n in range(32 * 8 + 1)]
+KEYS = list(chain(TOKENS, HashScheme("sha256_cbor", 32)).keys)
+WHOLE = stored(KEYS, token_ids=TOKENS[: 32 * 8])
+
+
+class Site:
+    """One worker that reports as many cached tokens as a test wants, and the gateway before it."""
+
+    def __init__(self) -> None:
+        self.cached = 0
+
+    async def answer(self, _: Received, connection: Connection) -> None:
+        details = {"cached_tokens": self.cached}
+        usage = {"prompt_tokens": len(TOKENS), "completion_tokens": 1, "prompt_tokens_details": details}
+        content = json.dumps({"choices": [], "usage": usage}).encode()
+        await connection.answer(200, content, "content-type: application/json")
+
+
+async def credit(gate: Any) -> int:
+    """Local tokens for the prompt; explaining it has no effect on anything."""
+    url = f"{gate.url}/admin/v1/explain?api=/v1/completions"
+    async with gate.client.post(url, json={"model": "m", "prompt": TOKENS}, headers=ADMIN) as answer:
+        return (await answer.json())["candidates"][0]["local_tokens"]
+
+
+async def turn(gate: Any, tokens: list[int] = TOKENS) -> None:
+    async with gate.client.post(
+        f"{gate.url}/v1/completions", json={"model": "m", "prompt": tokens}
+    ) as answer:
+        assert answer.status == 200
+        await answer.read()
+    await gate.idle()
+
+
+async def test_a_worker_whose_answers_contradict_its_events_is_believed_in_part(
+    peers, front, tmp_path: Path
+) -> None:
+    site = Site()
+    peer: Peer = await peers(site.answer)
+    live, replay, _ = announce_from(peer, tmp_path / "tiny")
+    target = f"127.0.0.1:{peer.port}"
+    with publishing(lambda: Publisher(live, replay)) as publisher:
+        gate = await front(peer)
+        publisher.publish(WHOLE)
+        await gate.until(lambda: gate.gateway.knowledge.index.sizes() == {(target, "gpu"): 8})
+        assert await credit(gate) == 256
+        for _ in range(8):
+            await turn(gate)
+        assert await credit(gate) == 128
+        entry = (await page(gate, "/admin/v1/index"))["targets"][0]
+        assert (entry["trust"], entry["stream"], entry["believed"]) == ("degraded", "exact", 0.5)
+        assert "2048 tokens" in entry["why"]
+        assert f"index of {target}: of 2048 tokens" in str((await page(gate, "/ready"))["reasons"])
+        audit = await page(gate, "/admin/v1/audit")
+        assert audit["demoted"].keys() == {target}
+        assert audit["series"][0]["errors"] == {
+            **dict.fromkeys(("0", "16", "64", "1024", "4096", "16384", "65536", "more"), 0),
+            "256": 8,
+        }
+        metrics = await page(gate, "/metrics")
+        labels = f'{{kind="over",model="m",tier="local",worker="{target}"}}'
+        assert f"moongate_mispredicted_tokens_total{labels} 2048.0" in metrics
+        assert f'moongate_index_trust{{worker="{target}"}} 0.5' in metrics
+
+        site.cached = 256
+        for _ in range(8):
+            await turn(gate)
+        assert await credit(gate) == 256
+        assert (await page(gate, "/admin/v1/index"))["targets"][0]["why"] == ""
+
+
+async def test_hits_that_nothing_foresaw_show_that_the_worker_hashes_otherwise(
+    peers, front, tmp_path: Path
+) -> None:
+    site = Site()
+    peer: Peer = await peers(site.answer)
+    live, replay, _ = announce_from(peer, tmp_path / "tiny")
+    target = f"127.0.0.1:{peer.port}"
+    with publishing(lambda: Publisher(live, replay)) as publisher:
+        gate = await front(peer)
+        publisher.publish(stored([1, 2, 3]))
+        await gate.until(lambda: gate.gateway.knowledge.index.sizes() == {(target, "gpu"): 3})
+        site.cached = 256
+        for number in range(8):
+            await turn(gate, [number + 5, *TOKENS])
+        assert "hash seed" in (await page(gate, "/admin/v1/index"))["targets"][0]["why"]
+
+
+@pytest.mark.parametrize("how", ["answer", "cleared"])
+async def test_b010_what_missing_events_may_have_removed_counts_in_part_until_it_is_proven(
+    peers, front, tmp_path: Path, how: str
+) -> None:
+    site = Site()
+    peer: Peer = await peers(site.answer)
+    live, replay, _ = announce_from(peer, tmp_path / "tiny")
+    target = f"127.0.0.1:{peer.port}"
+    with publishing(lambda: Publisher(live, replay, buffer=2)) as publisher:
+        gate = await front(peer)
+        is_in = state(gate, target)
+        publisher.publish(WHOLE)
+        await gate.until(is_in("exact"))
+        assert await credit(gate) == 256
+        publisher.publish(removed([KEYS[-1]]), lost=True)
+        for key in range(4):
+            publisher.publish(stored([key]), lost=key < 3)
+        await gate.until(is_in("degraded"))
+        assert await credit(gate) == 128
+        assert "cannot be replayed" in (await page(gate, "/admin/v1/index"))["targets"][0]["why"]
+        if how == "answer":
+            site.cached = 224
+            await turn(gate)
+            held = gate.gateway.knowledge.match(KEYS)
+            assert (held.blocks[target], held.certain[target]) == (7, 7)
+        else:
+            publisher.publish(cleared(), WHOLE)
+            await gate.until(is_in("exact"))
+            assert await credit(gate) == 256

@@ -1,0 +1,295 @@
+"""The policy of a running gateway: changed by version, tried, rolled back, kept over a restart."""
+
+import asyncio
+import hashlib
+import json
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.cli.main import app
+from peer import ADMIN, Connection, Received
+
+DOCUMENT = {"policy": "round_robin", "guards": {"max_inflight": 9}}
+
+
+async def say_ok(_: Received, connection: Connection) -> None:
+    await connection.answer(200, b'{"ok":true}', "content-type: application/json")
+
+
+class Policy:
+    """The policy routes of one gateway."""
+
+    def __init__(self, gate: Any) -> None:
+        self.gate = gate
+
+    async def ask(
+        self, method: str, path: str = "", body: Any = None, etag: str = "", **params: str
+    ) -> tuple[int, dict[str, Any], str]:
+        headers = ADMIN | ({"if-match": etag} if etag else {})
+        url = f"{self.gate.url}/admin/v1/policy{path}"
+        more = {} if body is None else {"json": body}
+        async with self.gate.client.request(method, url, headers=headers, params=params, **more) as answer:
+            return answer.status, await answer.json(), answer.headers.get("etag", "")
+
+    async def turn(self, i: int = 0) -> tuple[str, str]:
+        sent = {"model": "m", "messages": [{"role": "user", "content": f"{i}"}]}
+        async with self.gate.client.post(self.gate.url + "/v1/chat/completions", json=sent) as answer:
+            await answer.read()
+            return answer.headers["x-moongate-worker"], answer.headers["x-moongate-policy"]
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    return {
+        "MOONGATE_ROUTING__HEADERS": "debug",
+        "MOONGATE_ROUTING__POLICY_PATH": str(tmp_path / "kept" / "policy.json"),
+    }
+
+
+@pytest.fixture
+async def policy(peers, front, env: dict[str, str]) -> Policy:
+    fleet = [await peers(say_ok) for _ in range(2)]
+    return Policy(await front(*fleet, env=env))
+
+
+async def test_a_document_is_in_force_with_the_next_turn(policy: Policy) -> None:
+    assert (await policy.turn())[1] == "longest_prefix"
+    status, before, etag = await policy.ask("GET")
+    assert (status, before["version"], before["document"]) == (200, 1, {"policy": "longest_prefix"})
+    status, after, changed = await policy.ask("PUT", body=DOCUMENT, etag=etag, author="me", comment="why")
+    assert (status, after["version"], after["author"], after["comment"]) == (200, 2, "me", "why")
+    assert changed != etag
+    turns = [await policy.turn(i) for i in range(4)]
+    assert {name for _, name in turns} == {"round_robin"}
+    assert turns[0][0] == turns[2][0] != turns[1][0]
+
+
+async def test_a_change_to_a_version_that_is_no_more_is_refused(policy: Policy) -> None:
+    _, _, etag = await policy.ask("GET")
+    answers = await asyncio.gather(*(policy.ask("PUT", body=DOCUMENT, etag=etag) for _ in range(3)))
+    assert sorted(status for status, _, _ in answers) == [200, 412, 412]
+    status, error, _ = await policy.ask("POST", "/rollback", {}, etag=etag)
+    assert (status, error["error"]["code"]) == (412, "precondition_failed")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"policy": "fastest"}, "policy", "allowed: expected_ttft"),
+        ({"rules": [{"match": {"api": ["smtp"]}}]}, "rules[0].match.api[0]", "allowed: chat, completions"),
+        ({"guards": {"max_inflght": 3}}, "guards.max_inflght", "allowed: max_queue_tokens"),
+        ([], None, "Expected"),
+    ],
+)
+@pytest.mark.parametrize(("method", "path"), [("PUT", ""), ("POST", "/validate")])
+async def test_a_bad_document_changes_nothing_and_says_what_is_wrong(
+    policy: Policy, method: str, path: str, body: Any, param: str | None, says: str
+) -> None:
+    status, answer, _ = await policy.ask(method, path, body)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert says in answer["error"]["message"]
+    assert (await policy.ask("GET"))[1]["version"] == 1
+
+
+async def test_a_document_is_tried_on_what_was_decided(policy: Policy) -> None:
+    for i in range(12):
+        await policy.turn(i)
+    status, answer, _ = await policy.ask("POST", "/validate", {"policy": "round_robin"})
+    assert status == 200
+    recent = answer["recent"]
+    assert recent["turns"] == 12
+    assert 0 <= recent["changed"] <= 12
+    same = (await policy.ask("POST", "/validate", {"policy": "longest_prefix"}))[1]["recent"]
+    assert (same["changed"], same["agreement"]) == (0, 1.0)
+    assert same["predicted_ttft_ms_before"] == same["predicted_ttft_ms_after"]
+
+
+async def test_history_and_rollback(policy: Policy) -> None:
+    await policy.ask("PUT", body=DOCUMENT, author="me")
+    await policy.ask("PUT", body={"policy": "random"})
+    status, back, _ = await policy.ask("POST", "/rollback", {"version": 2}, author="you")
+    assert (status, back["version"]) == (200, 4)
+    assert back["document"] == DOCUMENT
+    versions = (await policy.ask("GET", "/history"))[1]["versions"]
+    assert [v["version"] for v in versions] == [4, 3, 2, 1]
+    assert [v["author"] for v in versions] == ["you", "", "me", "configuration"]
+    assert '-  "policy": "random"' in versions[0]["diff"]
+    assert (await policy.ask("POST", "/rollback"))[1]["document"] == {"policy": "random"}
+    assert (await policy.ask("POST", "/rollback", {"version": 99}))[0] == 404
+
+
+async def test_the_schema_is_published(policy: Policy) -> None:
+    status, schema, _ = await policy.ask("GET", "/schema")
+    assert status == 200
+    assert "Guards" in schema["$defs"]
+
+
+async def test_it_survives_a_restart_until_the_settings_name_another(
+    peers, front, env: dict[str, str]
+) -> None:
+    peer = await peers(say_ok)
+    await Policy(await front(peer, env=env)).ask("PUT", body=DOCUMENT, author="me")
+    again = Policy(await front(peer, env=env))
+    _, found, _ = await again.ask("GET")
+    assert (found["version"], found["author"], found["document"]) == (2, "me", DOCUMENT)
+    assert (await again.turn())[1] == "round_robin"
+    other = Policy(await front(peer, env=env | {"MOONGATE_ROUTING__POLICY": "least_loaded"}))
+    _, found, _ = await other.ask("GET")
+    assert (found["version"], found["document"]) == (3, {"policy": "least_loaded"})
+
+
+def broken(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text('{"versions": [')
+
+
+async def test_a_file_that_can_not_be_used_costs_no_start(peers, front, env: dict[str, str]) -> None:
+    broken(Path(env["MOONGATE_ROUTING__POLICY_PATH"]))
+    policy = Policy(await front(await peers(say_ok), env=env))
+    assert (await policy.turn())[1] == "longest_prefix"
+
+
+async def test_what_can_not_be_kept_does_not_come_into_force(peers, front, env: dict[str, str]) -> None:
+    path = Path(env["MOONGATE_ROUTING__POLICY_PATH"])
+    path.parent.write_text("a file where a directory is needed")
+    policy = Policy(await front(await peers(say_ok), env=env))
+    status, answer, _ = await policy.ask("PUT", body=DOCUMENT)
+    assert (status, answer["error"]["code"]) == (500, "internal_error")
+    assert (await policy.turn())[1] == "longest_prefix"
+
+
+async def test_without_the_token_nothing_is_shown_or_changed(policy: Policy) -> None:
+    for method, path in (
+        ("GET", ""),
+        ("PUT", ""),
+        ("POST", "/validate"),
+        ("POST", "/rollback"),
+        ("GET", "/history"),
+    ):
+        url = f"{policy.gate.url}/admin/v1/policy{path}"
+        async with policy.gate.client.request(method, url, json=DOCUMENT) as answer:
+            assert answer.status == 401
+    assert (await policy.ask("GET"))[1]["version"] == 1
+
+
+async def test_rules_go_by_alias_and_headers(policy: Policy) -> None:
+    rule = {"match": {"header": {"x-tenant": "gold"}}, "policy": "random"}
+    await policy.ask("PUT", body={"rules": [rule]})
+    sent = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+    for tenant, expected in (("gold", "random"), ("tin", "longest_prefix")):
+        headers = {"x-tenant": tenant}
+        url = policy.gate.url + "/v1/chat/completions"
+        async with policy.gate.client.post(url, json=sent, headers=headers) as answer:
+            assert answer.headers["x-moongate-policy"] == expected
+
+
+async def test_rules_go_by_tenant_and_key_as_authenticated_and_never_show_the_key(
+    peers, front, env: dict[str, str], tmp_path: Path
+) -> None:
+    keys, log = tmp_path / "keys", tmp_path / "log"
+    keys.write_text("k-SENTINEL-1 name=ci-1 tenant=acme\nk-SENTINEL-2\n")
+    more = {
+        "MOONGATE_AUTH__API_KEYS_FILE": str(keys),
+        "MOONGATE_ROUTING__DECISION_LOG_PATH": str(log),
+    }
+    gate = await front(await peers(say_ok), env=env | more)
+    digest = hashlib.sha256(b"k-SENTINEL-2").hexdigest()[:12]
+    rules = [
+        {"match": {"tenant": ["acme"], "key": ["ci-*"]}, "policy": "random"},
+        {"match": {"key": [f"sha256:{digest}"]}, "policy": "round_robin"},
+    ]
+    assert (await Policy(gate).ask("PUT", body={"rules": rules}))[0] == 200
+    sent = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+    url = gate.url + "/v1/chat/completions"
+    # What a client says of itself counts for nothing.
+    for key, expected in (("k-SENTINEL-1", "random"), ("k-SENTINEL-2", "round_robin")):
+        headers = {"authorization": f"Bearer {key}", "x-tenant": "acme", "tenant": "acme"}
+        async with gate.client.post(url, json=sent, headers=headers) as answer:
+            assert answer.headers["x-moongate-policy"] == expected
+    async with gate.client.get(gate.url + "/admin/v1/decisions", headers=ADMIN) as answer:
+        assert "SENTINEL" not in await answer.text()
+    await gate.idle()
+    await gate.gateway.decision_file.close()
+    assert "SENTINEL" not in log.read_text()
+    facts = [json.loads(line)["facts"] for line in log.read_text().splitlines()]
+    assert [f["key"] for f in facts] == ["ci-1", f"sha256:{digest}"]
+
+
+class TestCommand:
+    @pytest.fixture
+    def run(self, policy: Policy) -> Any:
+        async def run(*words: str) -> tuple[int, str, str]:
+            def call() -> tuple[int, str, str]:
+                out, err = StringIO(), StringIO()
+                with redirect_stdout(out), redirect_stderr(err):
+                    argv = ["policy", *words, "--url", policy.gate.url, "--admin-token", "admin-token"]
+                    code = app(argv, standalone_mode=False)
+                return code if isinstance(code, int) else 0, out.getvalue(), err.getvalue()
+
+            return await asyncio.to_thread(call)
+
+        return run
+
+    async def test_the_document_comes_and_goes_as_json_or_toml(self, run: Any, tmp_path: Path) -> None:
+        file = tmp_path / "policy.toml"
+        file.write_text('policy = "round_robin"\n[guards]\nmax_inflight = 9\n')
+        code, out, _ = await run("validate", str(file))
+        assert (code, out.splitlines()[0]) == (0, "the document is valid")
+        assert await run("put", str(file), "--comment", "evenly") == (0, "version 2 is in force\n", "")
+        code, out, err = await run("get")
+        assert (code, json.loads(out)) == (0, DOCUMENT)
+        assert err.startswith("version 2 by ")
+        code, out, _ = await run("history")
+        assert "evenly" in out
+        assert '+  "policy": "round_robin"' in out
+        code, out, _ = await run("rollback", "1")
+        assert (code, out) == (0, "version 3 is in force: rollback to version 1\n")
+
+    async def test_a_conflict_and_a_bad_document_end_with_1(self, run: Any, tmp_path: Path) -> None:
+        file = tmp_path / "policy.json"
+        file.write_text('{"policy": "random"}')
+        code, _, err = await run("put", str(file), "--if-match", "7")
+        assert code == 1
+        assert "the policy is at version 1 by now" in err
+        file.write_text('{"policy": "fastest"}')
+        code, _, err = await run("put", str(file))
+        assert code == 1
+        assert "allowed: expected_ttft" in err
+        file.write_text("{")
+        assert "not valid JSON" in (await run("validate", str(file)))[2]
+
+
+class TestShadow:
+    async def ask(self, policy: Policy, method: str, path: str = "", body: Any = None) -> tuple[int, Any]:
+        url = f"{policy.gate.url}/admin/v1/shadow{path}"
+        more = {} if body is None else {"json": body}
+        async with policy.gate.client.request(method, url, headers=ADMIN, **more) as answer:
+            return answer.status, await answer.json() if answer.status != 204 else None
+
+    async def test_it_decides_on_every_turn_without_acting_and_can_be_promoted(self, policy: Policy) -> None:
+        assert (await self.ask(policy, "GET"))[0] == 404
+        assert (await self.ask(policy, "PUT", body={"policy": "fastest"}))[0] == 400
+        status, shown = await self.ask(policy, "PUT", body={"policy": "round_robin"})
+        assert (status, shown["total"]["turns"]) == (200, 0)
+        turns = [await policy.turn(i) for i in range(8)]
+        assert {name for _, name in turns} == {"longest_prefix"}
+        _, shown = await self.ask(policy, "GET")
+        assert shown["total"]["turns"] == 8
+        assert [(p["model"], p["prompt"]) for p in shown["by_model_and_prompt"]] == [("m", "unknown")]
+        async with policy.gate.client.get(policy.gate.url + "/metrics", headers=ADMIN) as answer:
+            ratio = f"moongate_shadow_agreement_ratio {shown['total']['agreement']}"
+            assert ratio in await answer.text()
+        status, version = await self.ask(policy, "POST", "/promote")
+        assert (status, version["document"]) == (200, {"policy": "round_robin"})
+        assert (await policy.turn())[1] == "round_robin"
+        assert (await self.ask(policy, "GET"))[0] == 404
+
+    async def test_it_can_be_ended(self, policy: Policy) -> None:
+        await self.ask(policy, "PUT", body={})
+        assert (await self.ask(policy, "DELETE"))[0] == 204
+        assert (await self.ask(policy, "GET"))[0] == 404
+        assert (await self.ask(policy, "POST", "/promote"))[0] == 404
