@@ -1,4 +1,7 @@
-"""One fleet of real processes for the whole session: starting two vLLM workers takes about 35 s."""
+"""One fleet of real processes for most tests: starting two vLLM workers takes about 35 s.
+
+What needs engines of another kind starts them beside it, in pytest's other process.
+"""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,12 +14,15 @@ from real_fleet import RealFleet
 
 # The first test's time includes the start of the fleet: minutes on a machine that does other things as well.
 TEST_TIMEOUT_S = 420
+OWN_ENGINES = frozenset(("test_hybrid_models", "test_pictures_on_real_workers", "test_sim_conformance"))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
+            item.add_marker(pytest.mark.xdist_group("own" if item.path.stem in OWN_ENGINES else "shared"))
 
 
 @pytest.fixture(scope="session")

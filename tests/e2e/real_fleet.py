@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 
+from tests.ports import ports
 from workers.launch.model import local_model
 from workers.launch.mooncake import MooncakeMaster
 from workers.launch.plan import LocalFleet, Plan, WorkerPorts
-from workers.launch.ports import free_ports
 from workers.launch.server import Server
 
 TOKEN = "e2e-admin-token"  # noqa: S105 - of a fleet on loopback that lives for minutes
@@ -201,7 +201,7 @@ def make(
     fleet = LocalFleet(
         engine="vllm",
         workers=workers,
-        port=next(free_ports(above=23000)),
+        port=next(ports(above=23000)),
         directory=own,
         blocks=blocks,
         worker_args=worker_args,
