@@ -54,6 +54,8 @@ from workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+# A start waits no longer for workers that do not answer.
+_FIRST_PROBES_S = 2.0
 # Of a tokenizer's cache, for bodies of conversations seen before.
 _BODIES_SHARE = 4
 _BREAKER = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
@@ -278,6 +280,8 @@ class Gateway:
         running.push_async_callback(self.probe.close)
         for url in self._settings.workers.urls:
             self.fleet.add(url)
+        # The port takes connections already: their turns would find no worker that is known to be up.
+        await self.probe.asked_all(_FIRST_PROBES_S)
 
     def _announced(self, target: str, keys: Sequence[int], group: int) -> None:
         layout = self.layouts.of_target(target)

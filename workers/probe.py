@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -130,6 +131,7 @@ class Probe:
         self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, trust_env=False)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wakes: dict[str, asyncio.Event] = {}
+        self._asked: dict[str, asyncio.Event] = {}
 
     def follow(self, event: FleetEvent, worker: Worker) -> None:
         """A fleet listener: a registered worker is probed from that instant on."""
@@ -140,10 +142,13 @@ class Probe:
 
     def _start(self, worker: Worker) -> None:
         self._wakes[worker.name] = asyncio.Event()
+        self._asked[worker.name] = asyncio.Event()
         self._tasks[worker.name] = asyncio.create_task(self._watch(worker), name=f"probe {worker.name}")
 
     def _stop(self, worker: Worker) -> None:
         self._wakes.pop(worker.name, None)
+        if asked := self._asked.pop(worker.name, None):
+            asked.set()
         task = self._tasks.pop(worker.name, None)
         if task:
             task.cancel()
@@ -154,6 +159,13 @@ class Probe:
         if wake:
             wake.set()
 
+    async def asked_all(self, budget_s: float) -> None:
+        """Wait until every worker of now was probed once, whatever came of it, but no longer than that."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(budget_s):
+                for asked in list(self._asked.values()):
+                    await asked.wait()
+
     async def close(self) -> None:
         tasks = list(self._tasks.values())
         self._tasks.clear()
@@ -163,10 +175,11 @@ class Probe:
         await self._client.aclose()
 
     async def _watch(self, worker: Worker) -> None:
-        wake = self._wakes[worker.name]
+        wake, asked = self._wakes[worker.name], self._asked[worker.name]
         while True:
             wake.clear()
             await self.probe(worker)
+            asked.set()
             try:
                 await asyncio.wait_for(wake.wait(), self._interval_s)
             except TimeoutError:

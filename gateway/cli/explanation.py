@@ -8,7 +8,8 @@ def as_text(view: Mapping[str, Any]) -> str:
     """`view`: a decision as the admin API shows it."""
     candidates: Sequence[Mapping[str, Any]] = view["candidates"]
     terms = list(dict.fromkeys(term for candidate in candidates for term in candidate["terms"]))
-    header = ["", "target", "local", "pool", "own", "queued tokens", "in flight", *terms, "cost", "excluded"]
+    unit, scale = ("cost ms", 1e3) if view["unit"] == "s" else ("cost", 1)
+    header = ["", "target", "local", "pool", "own", "queued tokens", "in flight", *terms, unit, "excluded"]
     rows = [
         [
             "->" if candidate["target"] == view["target"] else "",
@@ -17,8 +18,8 @@ def as_text(view: Mapping[str, Any]) -> str:
                 _number(candidate[key])
                 for key in ("local_tokens", "pool_tokens", "own_segment_tokens", "queued_tokens", "inflight")
             ),
-            *(_number(candidate["terms"].get(term, 0)) for term in terms),
-            _number(candidate["cost"]),
+            *(_number(candidate["terms"].get(term, 0) * scale) for term in terms),
+            _number(candidate["cost"] * scale),
             candidate["excluded"],
         ]
         for candidate in candidates

@@ -1,6 +1,7 @@
 """The documents say what is there: routes, metrics, errors, commands."""
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from gateway.admin.routes import AdminParts, build_admin
 from gateway.errors import TABLE
 from gateway.metrics import Metrics, Snapshot
 from gateway.settings import Settings
+from policies.document import read
 from policies.ledger import Ledger
 from workers.fleet import Fleet
 
@@ -59,3 +61,9 @@ def test_links_between_documents_lead_somewhere() -> None:
         base = PROJECT if name == "README.md" else PROJECT / "docs"
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (base / target).is_file(), (name, target)
+
+
+def test_the_policy_document_in_the_docs_is_one() -> None:
+    blocks = re.findall(r"^```toml\n(policy = .*?)^```", DOCS["policies.md"], re.MULTILINE | re.DOTALL)
+    (document,) = (read(tomllib.loads(block)) for block in blocks)
+    assert [rule.match.tenant for rule in document.rules] == [[], ["night"]]

@@ -6,6 +6,9 @@ import signal
 import httpx
 import pytest
 
+from gateway.app import Gateway
+from gateway.asgi import Message
+from gateway.settings import load
 from gateway_process import process_of
 from peer import ADMIN, Connection, Received
 
@@ -15,6 +18,21 @@ PATH = "/v1/chat/completions"
 
 async def say_ok(_: Received, connection: Connection) -> None:
     await connection.answer(200, b"{}", "content-type: application/json")
+
+
+async def test_a_start_is_complete_when_workers_were_asked_so_that_turns_that_wait_find_them(peers) -> None:
+    peer, gone = await peers(say_ok), await peers(say_ok)
+    await gone.stop()
+    settings = load(None, {"MOONGATE_INDEX__SNAPSHOT_PATH": ""}, {"workers.urls": [peer.url, gone.url]})
+    gateway, said, end = Gateway(settings), asyncio.Queue[Message](), asyncio.Queue[Message]()
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(60):
+        tasks.create_task(gateway({"type": "lifespan"}, end.get, said.put))
+        await end.put({"type": "lifespan.startup"})
+        assert (await said.get())["type"] == "lifespan.startup.complete"
+        up, down = gateway.fleet.workers()
+        assert up.state == "up"
+        assert down.reason
+        await end.put({"type": "lifespan.shutdown"})
 
 
 async def test_b083_an_ending_gateway_is_not_ready_at_once_takes_turns_a_while_and_finishes_streams(

@@ -374,6 +374,14 @@ def test_the_explanation_is_a_table() -> None:
     ]
 
 
+def test_costs_in_seconds_are_shown_in_milliseconds() -> None:
+    in_seconds = view(unit="s")
+    in_seconds["candidates"][1] |= {"terms": {"queued": 0, "pull": 0.0004, "compute": 0.0368}, "cost": 0.0372}
+    lines = as_text(in_seconds).splitlines()
+    assert "cost ms" in lines[4]
+    assert lines[6].split()[-4:] == ["0", "0.4", "36.8", "37.2"]
+
+
 def test_an_explanation_without_prompt_or_target_says_so() -> None:
     assert "prompt not known (no_template), placed by load" in as_text(view(unrenderable="no_template"))
     nowhere = as_text(view(target=None, reason="no worker is up", unrenderable="no_worker"))
