@@ -123,21 +123,21 @@ class _Chat(msgspec.Struct):
     """The least that a chat body must be; whatever else is wrong with it the worker says better."""
 
     messages: list[dict[str, Any]]
-    n: int | None = None
-    echo: bool | None = None
-    prompt_logprobs: int | None = None
+    n: Any = None
+    echo: Any = None
+    prompt_logprobs: Any = None
 
 
 class _Completion(msgspec.Struct):
     """The least that a completions body must be."""
 
     prompt: str | list[str | int | list[int]] | None = None
-    n: int | None = None
-    best_of: int | None = None
-    use_beam_search: bool | None = None
-    echo: bool | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    n: Any = None
+    best_of: Any = None
+    use_beam_search: Any = None
+    echo: Any = None
+    logprobs: Any = None
+    prompt_logprobs: Any = None
 
 
 class _CompletionShape(msgspec.Struct):
@@ -242,7 +242,7 @@ def _chat(body: bytes, bodies: Bodies) -> ParsedTurn:
         turn,
         prompt,
         reads_cache=asked.prompt_logprobs is None and not asked.echo,
-        one_sequence=(asked.n or 1) == 1,
+        one_sequence=asked.n in (None, 1),
     )
 
 
@@ -263,12 +263,12 @@ def _responses(body: bytes, bodies: Bodies) -> ParsedTurn:
 def _completion(body: bytes, _: Bodies) -> ParsedTurn:
     turn, asked = _placed("completions", body), _decode(body, _Completion)
     prompts = _prompts(asked.prompt)
-    several = (asked.n or 1) > 1 or (asked.best_of or 1) > 1 or asked.use_beam_search or len(prompts) != 1
+    alone = asked.n in (None, 1) and asked.best_of in (None, 1) and not asked.use_beam_search
     return _with_prompt(
         turn,
         _shaped(body, prompts[0]) if prompts else None,
         reads_cache=asked.prompt_logprobs is None and not (asked.echo and asked.logprobs is not None),
-        one_sequence=not several,
+        one_sequence=alone and len(prompts) == 1,
     )
 
 

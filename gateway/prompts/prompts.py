@@ -28,6 +28,7 @@ _BUDGET_S = 5.0
 
 
 # Reasons that hold wherever the prompt is rendered.
+_MALFORMED = (TypeError, AttributeError, LookupError, ValueError, OverflowError, RecursionError)
 _FINAL = frozenset(("invalid", "hash_seed_unknown", "too_long"))
 # Text rarely has more characters a token (source code 3 to 5, long runs of one sign more): a prompt beyond
 # that for every token the model takes would be refused, after seconds and gigabytes of tokenizing.
@@ -172,7 +173,7 @@ class ModelPrompts:
         served = self._served(model)
         try:
             return None if served is None else await self.source(*served).loaded()
-        except Unrenderable:
+        except (Unrenderable, *_MALFORMED):
             return None
 
     async def _text_of(self, model: str, token: int) -> str:
@@ -206,6 +207,11 @@ class ModelPrompts:
                 has_media = why.reason == "multimodal"
                 if not has_media and (kind == "local" or why.reason in _FINAL):
                     raise
+            except _MALFORMED as wrong:
+                # An odd value in an odd place: whether vLLM takes it, and as what, a worker knows.
+                logger.debug("a prompt can't be made here", exc_info=True)
+                if kind == "local":
+                    raise Unrenderable("invalid", type(wrong).__name__) from wrong
             if has_media and kind == "local":
                 return await source.prefix(request, scheme, lora=lora)
         try:

@@ -88,7 +88,7 @@ class StoredResponses:
         if worker.state != "up":
             return None
         # A client's words become part of a path.
-        target = f"{PATH}/{quote(response_id[:200], safe='')}".encode()
+        target = f"{PATH}/{quote(response_id[:200].encode('utf-8', 'surrogatepass'), safe='')}".encode()
         try:
             async with asyncio.timeout(_ASK_S):
                 response = await self._transport.open("GET", worker.url, target, self._headers, b"")

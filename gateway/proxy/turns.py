@@ -355,7 +355,8 @@ class TurnApp:
             return UpstreamError("timeout")
         except UpstreamError as error:
             return error
-        if stream and not parsed.complete(turn.tail):
+        # A compressed stream's last event is not read here: its framing has to do.
+        if stream and _is_plain(response.headers) and not parsed.complete(turn.tail):
             await exchange.send(chunk)
             return UpstreamError("incomplete")
         turn.outcome = "ok" if response.status < 500 else "error"
@@ -486,9 +487,10 @@ def _as_api_error(error: UpstreamError) -> errors.ApiError:
     return errors.UpstreamFailed("the worker broke off")
 
 
+def _is_plain(headers: Headers) -> bool:
+    return all(name != b"content-encoding" or value == b"identity" for name, value in headers)
+
+
 def _is_open(headers: Headers) -> bool:
     """Whether bytes of ours may stand among the body's: not in a compressed one, nor one of a set length."""
-    return all(
-        name != b"content-length" and (name != b"content-encoding" or value == b"identity")
-        for name, value in headers
-    )
+    return _is_plain(headers) and all(name != b"content-length" for name, _ in headers)

@@ -294,6 +294,9 @@ class Connection(asyncio.Protocol):
         self._keep = version == "1.1" and parser.should_keep_alive()
         if response.bodiless or status in _NO_BODY:
             self._ended = True
+            if status in _NO_BODY:
+                # Servers on the way to the client take a length for a promise.
+                response.headers = [line for line in response.headers if line[0] != b"content-length"]
             # This one would take what follows for a body.
             self._parser = HttpResponseParser(self)
         elif not coded:

@@ -29,7 +29,9 @@ def chat_of_messages(request: MessagesPrompt, facts: MessagesFacts) -> ChatPromp
     Images leave a part that says no more than that there is one.
     """
     messages: list[Message] = []
-    system = list(_texts_of_system(request.system))
+    # Of the top-level string vLLM takes nothing here: as in any chat, its first line goes later.
+    top = request.system
+    system = [top] if isinstance(top, str) and top else list(_texts_of_system(top))
     given = [_object(message, "a message") for message in request.messages]
     if facts.merge_system:
         for message in given:

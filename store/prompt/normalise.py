@@ -1,7 +1,8 @@
 """What vLLM does to a chat body before its template sees it, as pure functions over decoded JSON.
 
 Nothing given in is modified. A body that vLLM refuses, or whose prompt only the engine can know, raises
-`Unrenderable`; the other direction (accepting what vLLM refuses) costs nothing, the worker answers 400 then.
+`Unrenderable`. Accepting what vLLM refuses costs nothing while the worker gets the text, and answers 400; but
+sent the ids, it looks at the text no more.
 Order of keys matters throughout, because templates print objects as JSON.
 """
 
@@ -47,6 +48,9 @@ _TEMPLATE_CALL: Final = frozenset(
     )
 )
 
+# What it is given by name already.
+_TAKEN: Final = frozenset(("self", "conversation"))
+
 
 def conversation(messages: Sequence[Any], facts: TemplateFacts) -> list[Message]:
     """The messages as the template gets them."""
@@ -81,6 +85,8 @@ def template_keywords(request: ChatPrompt, facts: TemplateFacts) -> dict[str, An
     given = request.chat_template_kwargs or {}
     if given.get("chat_template") is not None:
         raise Unrenderable("request_template")
+    if given.keys() & _TAKEN or given.get("documents") in (False, ""):
+        raise Unrenderable("invalid", "keywords that transformers' apply_chat_template can't be given")
     own: dict[str, Any] = {
         "add_generation_prompt": request.add_generation_prompt,
         "continue_final_message": request.continue_final_message,

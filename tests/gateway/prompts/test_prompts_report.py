@@ -79,6 +79,22 @@ async def test_b056_a_tokenizer_that_cannot_be_loaded_here(
     assert any(f"prompts of m are made {made}: " in reason for reason in reasons)
 
 
+@pytest.mark.parametrize(("source", "tokens", "why"), [("auto", 70, ""), ("local", 0, "invalid")])
+async def test_odd_values_in_odd_places_are_left_to_the_worker_and_to_no_log(
+    peers, front, tmp_path: Path, caplog: pytest.LogCaptureFixture, source: str, tokens: int, why: str
+) -> None:
+    peer = await peers(Renders())
+    introduce(peer, make_tiny_model(tmp_path / "tiny"))
+    gate = await front(peer, env={"MOONGATE_PROMPT__SOURCE": source})
+    item = {"type": [], "role": "user", "content": "x"}
+    async with gate.client.post(
+        f"{gate.url}/admin/v1/explain?api=/v1/responses", json={"model": "m", "input": [item]}, headers=ADMIN
+    ) as answer:
+        view = await answer.json()
+    assert (view["prompt_tokens"], view["unrenderable"]) == (tokens, why)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_a_prompt_far_beyond_the_models_length_is_not_tokenized(peers, front, tmp_path: Path) -> None:
     """Its worker will refuse it; tokenizing it first took seconds and gigabytes."""
     peer = await peers(Renders())

@@ -122,6 +122,13 @@ async def test_b085_a_response_that_no_worker_has_is_a_404_in_openai_shape(peers
     assert gate.gateway.fleet.leases.total_inflight() == 0
 
 
+async def test_b085_an_id_that_is_no_text_is_one_that_nobody_has(peers, front) -> None:
+    gate = await front(*[await peers(Keeper(name)) for name in "ab"])
+    body = json.dumps({**ASK, "previous_response_id": "\ud800"})
+    async with gate.client.post(f"{gate.url}/v1/responses", data=body) as answer:
+        assert answer.status == 404
+
+
 async def test_an_id_is_no_way_to_another_path(peers, front) -> None:
     keepers = [Keeper("a"), Keeper("b")]
     gate = await front(*[await peers(keeper) for keeper in keepers])

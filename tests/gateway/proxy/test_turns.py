@@ -1,6 +1,7 @@
 """The way of a turn through a real gateway: bytes, failures, cancels, leases."""
 
 import asyncio
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -485,6 +486,24 @@ async def test_b029_compressed_answers_pass_as_they_are(peers, front) -> None:
         assert answer.headers["content-encoding"] == "gzip"
 
 
+async def test_b029_a_compressed_stream_ends_as_its_framing_says(peers, front) -> None:
+    async def packed(_: Received, connection: Connection) -> None:
+        await connection.start_stream("text/event-stream\r\ncontent-encoding: gzip")
+        await connection.chunk(gzip.compress(b"data: [DONE]\n\n"))
+        await connection.end_stream()
+
+    peer = await peers(packed)
+    gate = await front(peer)
+    for _ in range(3):
+        async with gate.client.post(
+            f"{gate.url}/v1/chat/completions", data=body(stream=True), headers={"accept-encoding": "gzip"}
+        ) as answer:
+            assert gzip.decompress(await answer.read()) == b"data: [DONE]\n\n"
+    (worker,) = gate.gateway.fleet.workers()
+    assert worker.breaker.failures == 0
+    assert all(record.outcome.kind == "ok" for record in gate.gateway.decisions.recent(3))
+
+
 async def test_b080_models_are_the_union_of_what_is_up_with_all_fields(peers, front) -> None:
     one, two = await peers(say_ok, "m"), await peers(say_ok, "n")
     gate = await front(one, two)
@@ -534,3 +553,19 @@ async def test_workers_are_cordoned_and_removed_at_run_time_without_losing_a_tur
     ) as answer:
         assert answer.status == 201
     await gate.until(lambda: all(w.state == "up" for w in gate.gateway.fleet.workers()))
+
+
+@pytest.mark.parametrize(
+    ("path", "odd"),
+    [
+        ("/v1/completions", {"prompt": "x", "logprobs": True}),
+        ("/v1/completions", {"prompt": "x", "n": True, "best_of": "y"}),
+        ("/v1/chat/completions", {"n": True, "prompt_logprobs": False}),
+    ],
+)
+async def test_b017_what_only_counts_for_learning_is_the_workers_to_refuse(
+    peers, front, path: str, odd: dict[str, Any]
+) -> None:
+    gate = await front(await peers(say_ok))
+    async with gate.client.post(gate.url + path, data=body(**odd)) as answer:
+        assert answer.status == 200

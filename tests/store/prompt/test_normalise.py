@@ -78,7 +78,8 @@ def test_nothing_given_in_is_modified() -> None:
         ({"messages": [user("q")], "tools": ["x"]}, "invalid"),
         ({"messages": [user("q")], "chat_template": "{{ messages }}"}, "request_template"),
         ({"messages": [user("q")], "chat_template_kwargs": {"chat_template": "x"}}, "request_template"),
-        ({"messages": [user("q")], "chat_template_kwargs": {"conversation": 1}}, "template_error"),
+        ({"messages": [user("q")], "chat_template_kwargs": {"conversation": 1}}, "invalid"),
+        ({"messages": [user("q")], "chat_template_kwargs": {"documents": False}}, "invalid"),
         ({"messages": [user("q")], "chat_template_kwargs": {"tools": ["x"]}}, "template_error"),
         ({"messages": [user("q")], "continue_final_message": True}, "template_error"),
         ({"messages": [user("q")], "truncate_prompt_tokens": -1}, "truncate_to_model_length"),
@@ -133,6 +134,18 @@ def test_messages_that_cannot_be_known_here() -> None:
         with pytest.raises(Unrenderable) as why:
             chat_of_messages(MessagesPrompt(messages=messages), facts)
         assert why.value.reason == reason
+
+
+def test_b018_of_the_top_level_system_only_blocks_lose_the_billing_header_here() -> None:
+    """vLLM 0.32 leaves a string to its chat, which takes out the first line and keeps the rest."""
+    facts = MessagesFacts(merge_system=False, disabled_effort="none")
+    text = "x-anthropic-billing-header: cch=1;\nAll the rules."
+    as_text = chat_of_messages(MessagesPrompt(messages=[user("q")], system=text), facts)
+    assert as_text.messages == [system(text), user("q")]
+    as_block = chat_of_messages(
+        MessagesPrompt(messages=[user("q")], system=[{"type": "text", "text": text}]), facts
+    )
+    assert as_block.messages == [user("q")]
 
 
 def test_inline_system_messages_are_merged_where_the_template_wants_them_first() -> None:
