@@ -99,9 +99,12 @@ def parse_sleeping(body: bytes) -> bool:
 
 
 def parse_models(body: bytes) -> tuple[ModelCard, ...]:
-    """The entries of /v1/models, each with all its fields."""
-    page = msgspec.json.decode(body, type=_ModelPage)
-    cards = msgspec.convert(page.data, list[_Card])
+    """The entries of /v1/models, each with all its fields. Raises ProbeFailed."""
+    try:
+        page = msgspec.json.decode(body, type=_ModelPage)
+        cards = msgspec.convert(page.data, list[_Card])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProbeFailed(f"/v1/models is no list of models: {error}") from None
     return tuple(
         ModelCard(c.id, c.root or "", c.parent or "", c.max_model_len or 0, entry)
         for c, entry in zip(cards, page.data, strict=True)

@@ -31,6 +31,7 @@ _TEXT_PARTS: Final[Mapping[str, str]] = {
     "thinking": "thinking",
     "tool_reference": "name",
 }
+_STRICT: Final = frozenset(("system", "user", "assistant"))
 # Keys vLLM's part types declare; others (cache_control, say) stay with the part in the "openai" format.
 _PART_KEYS: Final = frozenset(
     (
@@ -116,6 +117,8 @@ def _message(given: Any, content_format: ContentFormat) -> Message:
         content = [{"type": "text", "text": content}] if content_format == "openai" else content
         return _with_fields({"role": role, "content": content}, role, source)
     parts = _parts(content)
+    if role in _STRICT and parts and isinstance(parts[0], str):
+        raise Unrenderable("invalid", "vLLM takes bare strings only among parts of other kinds")
     if role == "system":
         parts = _without_billing_header(parts)
     content = _content(parts, content_format)

@@ -108,14 +108,18 @@ def _output_text(item: Item) -> str:
 def _reasoning(item: Item) -> str:
     if item.get("encrypted_content"):
         raise Unrenderable("invalid", "encrypted reasoning")
-    for field in ("content", "summary"):
+    texts: list[str] = []
+    for field, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
         parts = item.get(field)
-        if isinstance(parts, list) and parts:
-            first: Any = cast(list[Any], parts)[0]
-            if isinstance(first, dict) and isinstance(text := cast(Item, first).get("text"), str):
-                return text
-            raise Unrenderable("invalid", "reasoning needs text")
-    return ""
+        if parts is not None and not isinstance(parts, list):
+            raise Unrenderable("invalid", f"the {field} of reasoning must be a list")
+        for part in cast(list[Any], parts or []):
+            fields = cast(Item, part) if isinstance(part, dict) else {}
+            text = fields.get("text")
+            if fields.get("type") != kind or not isinstance(text, str):
+                raise Unrenderable("invalid", "reasoning needs text")
+            texts.append(text)
+    return texts[0] if texts else ""
 
 
 def _tool_call(item: Item) -> Item:

@@ -11,6 +11,8 @@ from gateway.asgi import Message
 from gateway.settings import load
 from gateway_process import process_of
 from peer import ADMIN, Connection, Received
+from workers.fleet import Fleet
+from workers.probe import Probe
 
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"stream":true}'
 PATH = "/v1/chat/completions"
@@ -33,6 +35,23 @@ async def test_a_start_is_complete_when_workers_were_asked_so_that_turns_that_wa
         assert up.state == "up"
         assert down.reason
         await end.put({"type": "lifespan.shutdown"})
+
+
+async def test_a_worker_with_a_broken_list_of_models_is_down_and_says_why_once(
+    peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    peer, fleet = await peers(say_ok), Fleet()
+    peer.pages["/v1/models"] = b"null"
+    worker = fleet.add(peer.url)
+    probe = Probe(fleet, timeout_s=20)
+    try:
+        for _ in range(3):
+            await probe.probe(worker)
+    finally:
+        await probe.close()
+    assert worker.reason.startswith("/v1/models is no list of models: ")
+    (said,) = (record for record in caplog.records if record.name.startswith("workers"))
+    assert said.exc_info is None
 
 
 async def test_b083_an_ending_gateway_is_not_ready_at_once_takes_turns_a_while_and_finishes_streams(

@@ -72,6 +72,7 @@ def test_nothing_given_in_is_modified() -> None:
         ({"messages": [user(5)]}, "invalid"),
         ({"messages": ["text"]}, "invalid"),
         ({"messages": [{"content": "no role"}]}, "invalid"),
+        ({"messages": [user(["only a string"])]}, "invalid"),
         ({"messages": []}, "template_error"),
         ({"messages": [assistant(None, tool_calls=["x"])]}, "invalid"),
         ({"messages": [user("q")], "tools": [{"type": "function"}]}, "invalid"),
@@ -134,6 +135,16 @@ def test_messages_that_cannot_be_known_here() -> None:
         with pytest.raises(Unrenderable) as why:
             chat_of_messages(MessagesPrompt(messages=messages), facts)
         assert why.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    "odd", [{"content": "x"}, {"summary": "x"}, {"summary": [{"text": "no type"}]}, {"content": ["x"]}]
+)
+def test_reasoning_that_vllm_refuses_is_left_to_it(odd: dict[str, Any]) -> None:
+    """Sent ids, it would not look at it."""
+    item = {"type": "reasoning", "summary": []} | odd
+    with pytest.raises(Unrenderable):
+        chat_of_responses(ResponsesPrompt(input=[item, {"role": "user", "content": "q"}]))
 
 
 def test_b018_of_the_top_level_system_only_blocks_lose_the_billing_header_here() -> None:
