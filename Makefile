@@ -44,7 +44,7 @@ clients: $(CLIENTS) ## tests with other clients' libraries, of Python and Node.j
 	$(call timed,tests with other clients,.venv-clients/bin/python -m pytest tests/clients --confcutdir tests/clients -p no:warnings)
 
 e2e: $(VENV) $(VLLM) ## tests against real vLLM and real Mooncake
-	$(call timed,end-to-end tests,.venv/bin/python -m pytest tests/e2e -n 2 --dist loadgroup)
+	$(call timed,end-to-end tests,.venv/bin/python -m pytest tests/e2e -n 2)
 
 check: lint types imports ## lint and format, types, import rules
 

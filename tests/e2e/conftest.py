@@ -5,9 +5,11 @@ What needs engines of another kind starts them beside it, in pytest's other proc
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
+from xdist.scheduler import LoadScopeScheduling
 
 import real_fleet
 from real_fleet import RealFleet
@@ -17,12 +19,21 @@ TEST_TIMEOUT_S = 420
 OWN_ENGINES = frozenset(("test_hybrid_models", "test_pictures_on_real_workers", "test_sim_conformance"))
 
 
-@pytest.hookimpl(tryfirst=True)
+class ByEngines(LoadScopeScheduling):
+    """All tests on the shared fleet in one process, those with engines of their own in the other."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "own" if Path(nodeid.partition("::")[0]).stem in OWN_ENGINES else "shared"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByEngines:
+    return ByEngines(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
-            item.add_marker(pytest.mark.xdist_group("own" if item.path.stem in OWN_ENGINES else "shared"))
 
 
 @pytest.fixture(scope="session")

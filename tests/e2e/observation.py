@@ -150,7 +150,7 @@ def replay(endpoint: str) -> list[dict[str, Any]]:
         socket.connect(endpoint)
         socket.send_multipart([b"", (0).to_bytes(8, "big")])
         expected = 0
-        while socket.poll(5000):
+        while socket.poll(60_000):
             _empty, _topic, seq, payload = socket.recv_multipart()
             if seq == b"\xff" * 8:
                 return events
