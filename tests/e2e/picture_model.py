@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -39,6 +40,8 @@ TEMPLATE = """\
 
 def make_picture_model(directory: Path) -> Path:
     """Write the model's directory, and return it. It has no weights: serve it with `--load-format=dummy`."""
+    # A directory of an earlier run holds this model already, not the tiny one that it is made of.
+    shutil.rmtree(directory, ignore_errors=True)
     make_tiny_model(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _TOKENS])
