@@ -319,19 +319,20 @@ class TurnApp:
         """
         exchange, worker = turn.exchange, placement.target.worker
         stream = response.status == 200 and is_event_stream(response.headers)
+        extensible = stream and _is_open(response.headers)
         makes = response.status == 200 and exchange.path == stored.PATH
         learner = self._stored.learner(worker.name) if makes else None
         own = self._own_headers(turn, placement)
         head = for_client(response.headers, own, worker.url)
         if stream:
             head += unbuffered(response.headers)
-        if exchange.started and not (stream and _is_open(response.headers)):
+        if exchange.started and not extensible:
             # An earlier worker's stream was begun and came to nothing; this is none that could go on from it.
             raise _as_api_error(UpstreamError(str(response.status)))
         if stream and not exchange.started:
             await self._start(turn, response.status, head)
-            turn.stream = _is_open(response.headers)
-            if turn.stream and self._timeouts.keep_alive_s:
+            turn.stream = extensible
+            if extensible and self._timeouts.keep_alive_s:
                 keeping = keep_alive(exchange, turn.tail, self._timeouts.keep_alive_s)
                 turn.keeper = asyncio.create_task(keeping, name="keep alive")
         try:

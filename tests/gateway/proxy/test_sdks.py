@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
-from pathlib import Path
+from contextlib import AsyncExitStack
 from typing import Any
 
 import anthropic
@@ -13,13 +13,9 @@ import pytest_asyncio
 from conftest import Front, serving
 
 from gateway.settings import load
-from store.hashing import HashScheme
 from tests.ports import ports
+from tests.simulated import simulated
 from workers.launch.tiny_model import make_tiny_model
-from workers.sim.engine import Rates
-from workers.sim.life import Spec
-from workers.sim.live import PullRates
-from workers.sim.server import Worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,32 +26,17 @@ PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}, "req
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gate(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Front, list[str]]]:
-    model: Path = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-    workers: list[Worker] = []
-    urls: list[str] = []
-    for _ in range(2):
-        spec = Spec(
-            model=model,
-            names=("tiny",),
-            host="127.0.0.1",
-            port=next(PORTS),
-            events_port=next(PORTS),
-            replay_port=next(PORTS),
-            scheme=HashScheme("sha256_cbor", 32),
-            blocks=256,
-            max_model_len=4000,
-            rates=Rates(prefill_tok_s=200_000.0, step_s=0.002, decode_seq_s=0.0001),
-            pull=PullRates(),
-        )
-        workers.append(Worker(spec, None))
-        await workers[-1].start()
-        urls.append(f"http://127.0.0.1:{spec.port}")
-    flags: dict[str, Any] = {"workers.urls": urls, "admin.token": "admin-token"}
-    async with serving(load(None, {"MOONGATE_WORKERS__HEALTH_INTERVAL_S": "0.1"}, flags)) as front:
+    model = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    async with AsyncExitStack() as stack:
+        urls = [
+            await stack.enter_async_context(simulated(model, PORTS, blocks=256, max_model_len=4000))
+            for _ in range(2)
+        ]
+        flags: dict[str, Any] = {"workers.urls": urls, "admin.token": "admin-token"}
+        quick = load(None, {"MOONGATE_WORKERS__HEALTH_INTERVAL_S": "0.1"}, flags)
+        front = await stack.enter_async_context(serving(quick))
         await front.until(lambda: all(w.state == "up" for w in front.gateway.fleet.workers()))
         yield front, urls
-    for worker in workers:
-        await worker.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

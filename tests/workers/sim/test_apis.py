@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from store.hashing import HashScheme
 from tests.ports import ports
+from tests.simulated import simulated
 from workers.launch.tiny_model import make_tiny_model
-from workers.sim.engine import Rates
-from workers.sim.life import Spec
-from workers.sim.live import PullRates
-from workers.sim.server import Worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -38,27 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-@asynccontextmanager
-async def running(model: Path, **rates: float) -> AsyncIterator[str]:
-    spec = Spec(
-        model=model,
-        names=("tiny",),
-        host="127.0.0.1",
-        port=next(PORTS),
-        events_port=next(PORTS),
-        replay_port=next(PORTS),
-        scheme=HashScheme("sha256_cbor", 32),
-        blocks=128,
-        max_model_len=2000,
-        rates=Rates(**{"prefill_tok_s": 200_000.0, "step_s": 0.002, "decode_seq_s": 0.0001, **rates}),
-        pull=PullRates(),
-    )
-    worker = Worker(spec, None)
-    await worker.start()
-    try:
-        yield f"http://127.0.0.1:{spec.port}"
-    finally:
-        await worker.close()
+def running(model: Path, **rates: float) -> AbstractAsyncContextManager[str]:
+    return simulated(model, PORTS, blocks=128, max_model_len=2000, **rates)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
