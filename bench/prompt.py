@@ -25,13 +25,13 @@ from typing import Any, get_args
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 import numpy as np
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from gateway.api.bodies import Bodies
 from gateway.api.parse import parse
 from store.hashing import HashAlgo, HashScheme, chain
 from store.prompt.local import LocalPrompts
 from store.prompt.request import PromptRequest
+from workers.launch.byte_level import special, train_byte_level
 from workers.launch.tiny_model import CHAT_TEMPLATE, SPECIAL_TOKENS, WORDS
 
 VOCABULARY = 120_000
@@ -235,22 +235,7 @@ def make_model(directory: Path) -> None:
     if (directory / "config.json").exists():
         return
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(training_text(), trainer)
+    tokenizer = train_byte_level(training_text(), WORDS, VOCABULARY, special(*SPECIAL_TOKENS))
     (directory / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}

@@ -13,7 +13,7 @@ import pytest
 from store.hashing import Chain
 from store.keys import KeyLayout
 from store.pool import PoolView
-from tests.store.test_pool import PATIENT_S, PORTS, blocks, chain_of, recovered, until
+from tests.store.pools import PATIENT_S, PORTS, blocks, chain_of, recovered, until
 from workers.launch.mooncake import MooncakeMaster
 from workers.launch.process import Process
 from workers.sim.pool import SimPool

@@ -1,6 +1,5 @@
 """Blocks that are spread over ranks and KV groups: real objects on a real master."""
 
-import asyncio
 import random
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import product
@@ -13,20 +12,11 @@ from store.hashing import Chain, Digests
 from store.keys import KeyLayout
 from store.pool import PoolView
 from store.ranks import Ranks
-from tests.store.test_pool import PORTS, chain_of, counting, recovered, viewing
+from tests.store.pools import PORTS, chain_of, counting, recovered, viewing
 from workers.launch.mooncake import MooncakeMaster
 from workers.sim.pool import SimPool
 
 SWA, FULL = 0, 1
-
-
-@pytest.fixture(scope="module")
-def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]:
-    log = tmp_path_factory.mktemp("master") / "master.log"
-    master = MooncakeMaster(rpc_port=next(PORTS), http_port=next(PORTS), log=log)
-    asyncio.run(master.start())
-    yield master
-    asyncio.run(master.stop())
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from typing import Any
 
 from tokenizers import (
     AddedToken,
-    Regex,
     Tokenizer,
     decoders,
     models,
@@ -25,13 +24,11 @@ from tokenizers import (
 )
 
 from tests.store.prompt.corpus import FRAGMENTS, bodies
+from workers.launch.byte_level import special, train_byte_level
+from workers.launch.tiny_model import WORDS
 
 VOCABULARY = 1500
-QWEN_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-LLAMA3_WORDS = QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+LLAMA3_WORDS = WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 # Reasoning of turns before the last user message is stripped, as Qwen3 does it.
 QWEN3 = """\
@@ -249,10 +246,6 @@ PHI = """\
 """
 
 
-def _special(*names: str, **flags: bool) -> list[AddedToken]:
-    return [AddedToken(name, special=True, normalized=False, **flags) for name in names]
-
-
 def _text() -> Iterator[str]:
     yield from FRAGMENTS * 3
     for _, body in bodies():
@@ -260,37 +253,16 @@ def _text() -> Iterator[str]:
     yield QWEN3 + LLAMA3 + LLAMA2 + PARTS + PHI
 
 
-def _byte_level(words: str, specials: list[AddedToken], normalizer: Any = None) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(ignore_merges=normalizer is None))
-    if normalizer is not None:
-        tokenizer.normalizer = normalizer
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(words), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=specials,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_text(), trainer)
-    return tokenizer
-
-
 def _chatml() -> tuple[Tokenizer, str, dict[str, Any]]:
-    specials = _special("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    tokenizer = _byte_level(QWEN_WORDS, specials, normalizers.NFC())
+    specials = special("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    tokenizer = train_byte_level(_text(), WORDS, VOCABULARY, specials)
     tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
     return tokenizer, QWEN3, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 
 
 def _llama3() -> tuple[Tokenizer, str, dict[str, Any]]:
     names = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-    tokenizer = _byte_level(LLAMA3_WORDS, _special(*names))
+    tokenizer = train_byte_level(_text(), LLAMA3_WORDS, VOCABULARY, special(*names), nfc=False)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|begin_of_text|> $A",
         pair="<|begin_of_text|> $A <|begin_of_text|> $B",
@@ -331,22 +303,22 @@ def _sentencepiece(specials: list[AddedToken], *, legacy: bool) -> Tokenizer:
 
 
 def _llama2() -> tuple[Tokenizer, str, dict[str, Any]]:
-    tokenizer = _sentencepiece(_special("<unk>", "<s>", "</s>"), legacy=True)
+    tokenizer = _sentencepiece(special("<unk>", "<s>", "</s>"), legacy=True)
     return tokenizer, LLAMA2, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 def _parts() -> tuple[Tokenizer, str, dict[str, Any]]:
-    specials = _special("<unk>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
+    specials = special("<unk>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
     tokenizer = _sentencepiece(specials, legacy=False)
     return tokenizer, PARTS, {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 
 
 def _phi() -> tuple[Tokenizer, str, dict[str, Any]]:
     specials = [
-        *_special("<|endoftext|>"),
-        *_special("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", rstrip=True),
+        *special("<|endoftext|>"),
+        *special("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", rstrip=True),
     ]
-    tokenizer = _byte_level(QWEN_WORDS, specials, normalizers.NFC())
+    tokenizer = train_byte_level(_text(), WORDS, VOCABULARY, specials)
     tokenizer.add_tokens(
         [AddedToken("café", normalized=True), AddedToken("<|other|>", normalized=False, lstrip=True)]
     )
