@@ -14,7 +14,7 @@ from store.prompt.fast import FastEncoder
 from store.prompt.local import LocalPrompts
 from store.prompt.request import TextPrompt
 from tests.store.prompt.corpus import FRAGMENTS
-from tests.store.prompt.families import QWEN_WORDS
+from workers.launch.tiny_model import WORDS
 
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=20), max_size=8).map("".join)
 
@@ -112,7 +112,7 @@ def test_a_trained_vocabulary_of_its_own_words() -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(QWEN_WORDS, behavior="isolated"),
+            pre_tokenizers.Split(WORDS, behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
