@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import httptools
@@ -10,11 +11,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from gateway import errors
 from gateway.asgi import ABORT, ON_GONE
+from gateway.settings import Settings
 
 # Agents' heads have 1 to 3 KB; what vLLM's own server takes.
 _HEAD_BYTES = 1 << 16
-# Requests read ahead of the answer that is under way.
-_PIPELINED = 16
+# Requests read ahead of the answer that is under way; each costs some KB.
+_PIPELINED = 1024
 # What a request says of another protocol that it would rather go on in.
 _UPGRADING = frozenset((b"connection", b"upgrade", b"http2-settings"))
 
@@ -23,14 +25,17 @@ class Protocol(HttpToolsProtocol):
     """Answers in our shape what is no HTTP, and:
 
     * a request's head has a limit in bytes and, from its first byte on, in time (`head_s`, 0: none);
-    * a client's leaving is noticed while requests wait behind the one that is answered;
+    * a client's leaving is noticed whatever it sent before: uvicorn stops reading behind a request that
+      waits, and behind more than 64 KiB of a body. What is read ahead has a limit (`ahead_bytes`, 0: none):
+      a client that sends more behind a request that is being answered is cut off;
     * offers of another protocol are passed over, as RFC 9110 7.8 allows: Java's client and `curl --http2`
       offer HTTP/2 and go on in HTTP/1.1. uvicorn's parser would take their bodies for that protocol's bytes.
     """
 
-    def __init__(self, *args: Any, head_s: float = 30.0, **named: Any) -> None:
+    def __init__(self, *args: Any, head_s: float, ahead_bytes: int, **named: Any) -> None:
         super().__init__(*args, **named)
         self._head_s = head_s
+        self._ahead_bytes = ahead_bytes
         self._in_head = False
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
@@ -63,6 +68,9 @@ class Protocol(HttpToolsProtocol):
         except httptools.HttpParserError:
             self._refuse(errors.InvalidRequest(_what_else(data)))
             return
+        if self._is_too_far_ahead():
+            self._refuse(errors.InvalidRequest("too much was sent ahead of an answer"))
+            return
         if not self._in_head:
             self._stop_head_timer()
             return
@@ -87,9 +95,24 @@ class Protocol(HttpToolsProtocol):
             return
         # A trailer is no header: it would come after all that was decided by them.
         self.headers = []
-        if 0 < len(self.pipeline) <= _PIPELINED:
-            # uvicorn stops reading here, and so would not see the client leave.
-            self.flow.resume_reading()
+        self._read_on()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        if self.cycle is not self._answered:
+            self._read_on()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if not self.parser.should_upgrade():
+            self._read_on()
+
+    def _read_on(self) -> None:
+        """Also behind a request that waits, and behind a body whose end came with more than 64 KiB of it."""
+        if self.cycle is self._answered and self.cycle.more_body:
+            # Its reader decides how fast it comes.
+            return
+        self.flow.resume_reading()
 
     def _should_upgrade(self) -> bool:
         """That `data_received` deals with a request that offers another protocol, no callback does."""
@@ -98,6 +121,12 @@ class Protocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._answered = cycle
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+
+    def _is_too_far_ahead(self) -> bool:
+        if not self.pipeline:
+            return False
+        waiting = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        return len(self.pipeline) > _PIPELINED or 0 < self._ahead_bytes < waiting
 
     def _is_answering(self) -> bool:
         return self._answered is not None and not self._answered.response_complete
@@ -156,6 +185,12 @@ class Protocol(HttpToolsProtocol):
         self._on_gone = callback
         if callback is not None and self._answered is not None and self._answered.disconnected:
             callback()
+
+
+def speaking(settings: Settings) -> type[asyncio.Protocol]:
+    """The protocol with its limits, as uvicorn's configuration takes it."""
+    limits = {"head_s": settings.timeouts.head_s, "ahead_bytes": settings.limits.max_body_bytes}
+    return cast(type[asyncio.Protocol], partial(Protocol, **limits))
 
 
 def _what_else(data: bytes) -> str:

@@ -11,15 +11,13 @@ import socket
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from types import FrameType
-from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from gateway import errors
-from gateway.protocol import Protocol
+from gateway.protocol import speaking
 from gateway.settings import Settings
 
 # Clients keep an idle connection and use it for the next turn. Closing first would race with that use;
@@ -154,7 +152,7 @@ def run(
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=cast(type[asyncio.Protocol], partial(Protocol, head_s=settings.timeouts.head_s)),
+        http=speaking(settings),
         ws="none",
         lifespan="on",
         log_config=None,

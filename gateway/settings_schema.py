@@ -310,7 +310,9 @@ class Limits(Section, frozen=True):
     worker_tokens: Annotated[
         Count, Meta(description="Uncached prompt tokens waiting on one worker (or rank); 0: no limit.")
     ] = 0
-    max_body_bytes: Annotated[Count, Meta(description="Largest request body; 0: no limit.")] = 64 << 20
+    max_body_bytes: Annotated[
+        Count, Meta(description="Largest request body, and most that a client may send ahead; 0: no limit.")
+    ] = 64 << 20
     tries: Annotated[
         int, Meta(ge=1, description="Workers tried for one turn before anything was answered.")
     ] = 3

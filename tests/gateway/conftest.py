@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 
 import aiohttp
 import pytest
@@ -11,7 +10,7 @@ import uvicorn
 import uvloop
 
 from gateway.app import Gateway
-from gateway.protocol import Protocol
+from gateway.protocol import speaking
 from gateway.settings import Settings, load
 from peer import Handler, Peer
 
@@ -66,7 +65,7 @@ async def serving(settings: Settings) -> AsyncIterator[Front]:
             gateway,
             host="127.0.0.1",
             port=0,
-            http=partial(Protocol, head_s=settings.timeouts.head_s),  # type: ignore[arg-type]
+            http=speaking(settings),
             log_level="warning",
             lifespan="on",
             timeout_graceful_shutdown=2,

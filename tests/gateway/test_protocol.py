@@ -20,6 +20,10 @@ async def say_length(request: Received, connection: Connection) -> None:
     await connection.answer(200, b"%d" % len(request.body), "content-type: application/json")
 
 
+async def hold(_: Received, connection: Connection) -> None:
+    await connection.gone.wait()
+
+
 class Client:
     """One connection."""
 
@@ -177,9 +181,6 @@ async def test_requests_sent_ahead_are_answered_in_their_order(connect) -> None:
 
 
 async def test_b004_a_client_that_leaves_with_requests_sent_ahead_is_noticed(connect) -> None:
-    async def hold(_: Received, connection: Connection) -> None:
-        await connection.gone.wait()
-
     gate, peer, opened = await connect(hold)
     client = await opened()
     client.writer.write(post())
@@ -190,6 +191,58 @@ async def test_b004_a_client_that_leaves_with_requests_sent_ahead_is_noticed(con
     await gate.until(lambda: not peer.open, budget_s=2)
     await gate.idle()
     assert len(peer.received) == 1  # nobody waits for the others
+
+
+@pytest.mark.parametrize("ahead", [post(body=b"x" * (4 << 20))[:-1], b"GET /health HTTP/1.1\r\n\r\n" * 60])
+async def test_b004_a_client_that_leaves_with_much_sent_ahead_is_noticed(connect, ahead: bytes) -> None:
+    gate, peer, opened = await connect(hold)
+    client = await opened()
+    client.writer.write(post())
+    await gate.until(lambda: len(peer.open) == 1)
+    for start in range(0, len(ahead), size := len(ahead) // 30 + 1):  # each is read by itself
+        client.writer.write(ahead[start : start + size])
+        await client.writer.drain()
+        await asyncio.sleep(0)
+    client.writer.write_eof()
+    await gate.until(lambda: not peer.open, budget_s=2)
+    await gate.idle()
+
+
+async def test_b002_a_client_that_leaves_after_a_body_whose_end_came_at_once_is_noticed(connect) -> None:
+    gate, peer, opened = await connect(hold)
+    client = await opened()
+    whole = post(body=CHAT[:-1] + b',"x":"' + b"y" * 200_000 + b'"}')
+    client.writer.write(whole[:200])
+    await asyncio.sleep(0.05)  # its reader waits
+    client.writer.write(whole[200:])
+    await gate.until(lambda: len(peer.open) == 1)
+    client.writer.write_eof()
+    await gate.until(lambda: not peer.open, budget_s=2)
+    await gate.idle()
+
+
+@pytest.mark.parametrize("ahead", [post(body=b"x" * 100_001), b"GET /health HTTP/1.1\r\n\r\n" * 1025])
+async def test_a_client_that_sends_more_ahead_than_is_kept_is_cut_off(connect, ahead: bytes) -> None:
+    gate, peer, opened = await connect(hold, env={"MOONGATE_LIMITS__MAX_BODY_BYTES": "100000"})
+    client = await opened()
+    client.writer.write(post())
+    await gate.until(lambda: len(peer.open) == 1)
+    client.writer.write(ahead)
+    assert await client.closed()
+    await gate.until(lambda: not peer.open, budget_s=2)
+    await gate.idle()
+
+
+async def test_as_much_as_is_kept_may_be_sent_ahead(connect) -> None:
+    gate, peer, opened = await connect(env={"MOONGATE_LIMITS__MAX_BODY_BYTES": "400000"})
+    client = await opened()
+    for _ in range(3):
+        large = CHAT[:-1] + b',"x":"' + b"y" * 390_000 + b'"}'
+        client.writer.write(post() + post(body=large))
+        assert (await client.answer())[2] == b"%d" % len(CHAT)
+        assert (await client.answer())[2] == b"%d" % len(large)
+    assert len(peer.received) == 6
+    await gate.idle()
 
 
 async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked_only_if_it_is_wanted(connect) -> None:
