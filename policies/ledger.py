@@ -98,6 +98,7 @@ class _Book:
         "held",
         "inflight",
         "learner",
+        "learns",
         "opens",
         "queued",
         "recent",
@@ -107,9 +108,10 @@ class _Book:
         "turn_s",
     )
 
-    def __init__(self, alike: Learner) -> None:
+    def __init__(self, alike: Learner, learns: bool) -> None:
         """alike: learns from all targets that are taken to be like this one."""
         self.alike = alike
+        self.learns = learns
         self.learner = Learner(alike.rates)
         self._rates, self._rates_at = alike.rates, (-1, -math.inf)
         self.inflight = 0
@@ -159,9 +161,10 @@ class _Book:
             self.done += ticket.work
             if self.queued and self.done.turns < _SAMPLE_TURNS:
                 return
-            work = msgspec.structs.replace(self.done, turns=self.opens)
-            for learner in (self.learner, self.alike):
-                learner.learn(work, now - self.since, now)
+            if self.learns:
+                work = msgspec.structs.replace(self.done, turns=self.opens)
+                for learner in (self.learner, self.alike):
+                    learner.learn(work, now - self.since, now)
         # Prompts are computed one after the other: now the next one's turn has come.
         clear = answered and all(t.clean or t.over(now) for t in self.queued)
         self.since, self.done, self.opens = (now if clear else None), Work(), 0.0
@@ -261,8 +264,10 @@ _NO_OTHERS = _Others()
 class Ledger:
     """One page for each target. Time is passed in, in seconds of any clock that does not go back."""
 
-    def __init__(self, prior: Rates = BELIEVED) -> None:
+    def __init__(self, prior: Rates = BELIEVED, *, learns: bool = True) -> None:
+        """learns: else rates stay `prior`, for those who do not go by them: each turn costs half as much."""
         self._prior = prior
+        self._learns = learns
         self._books: dict[str, _Book] = {}
         self._alike: dict[str, Learner] = {}
         self._others: dict[str, _Others] = {}
@@ -312,7 +317,7 @@ class Ledger:
         book = self._books.get(chosen.target)
         if book is None:
             alike = self._alike.setdefault(group, Learner(self._prior))
-            book = self._books[chosen.target] = _Book(alike)
+            book = self._books[chosen.target] = _Book(alike, self._learns)
             alike.share(sum(each.alike is alike for each in self._books.values()))
         known = turn.prompt_tokens > 0
         work = work_of(turn, chosen, STEP_TOKENS) if known else Work(tokens=guess, turns=1.0)

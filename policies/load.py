@@ -91,3 +91,6 @@ PLAIN: dict[str, Policy] = {
     "round_robin": round_robin,
 }
 """The policies of this file, which take no options."""
+
+BLIND = ("random", "round_robin")
+"""Those of them that go by nothing but who may be chosen."""

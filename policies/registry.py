@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
 from policies.expected_ttft import ExpectedTtft, ExpectedTtftOptions
-from policies.load import PLAIN
+from policies.load import BLIND, PLAIN
 from policies.longest_prefix import LongestPrefix, LongestPrefixOptions
 from policies.sticky import Sticky, StickyOptions
 from policies.types import Policy
@@ -41,12 +41,20 @@ class NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of policies that take none."""
 
 
+Reads = Literal["nothing", "tokens", "all"]
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """options: the type that says which options there are; make: the policy with such options."""
+    """options: the type that says which options there are; make: the policy with such options.
+
+    reads: what it goes by, so that a replay need not find out the rest. Nothing but who may be chosen; tokens
+    and turns, too; or all, with rates and how full caches are.
+    """
 
     options: type[msgspec.Struct]
     make: Callable[[Any], Policy]
+    reads: Reads = "all"
 
 
 def _session(options: StickyOptions) -> Policy:
@@ -57,16 +65,16 @@ def _prefix_hash(options: StickyOptions) -> Policy:
     return Sticky("prefix_hash", options)
 
 
-def _plain(policy: Policy) -> Kind:
-    return Kind(NoOptions, lambda _: policy)
+def _plain(name: str, policy: Policy) -> Kind:
+    return Kind(NoOptions, lambda _: policy, "nothing" if name in BLIND else "tokens")
 
 
 _OWN: Mapping[str, Kind] = {
-    "longest_prefix": Kind(LongestPrefixOptions, LongestPrefix),
+    "longest_prefix": Kind(LongestPrefixOptions, LongestPrefix, "tokens"),
     "expected_ttft": Kind(ExpectedTtftOptions, ExpectedTtft),
-    "session": Kind(StickyOptions, _session),
-    "prefix_hash": Kind(StickyOptions, _prefix_hash),
-    **{name: _plain(policy) for name, policy in PLAIN.items()},
+    "session": Kind(StickyOptions, _session, "tokens"),
+    "prefix_hash": Kind(StickyOptions, _prefix_hash, "tokens"),
+    **{name: _plain(name, policy) for name, policy in PLAIN.items()},
 }
 
 
@@ -80,6 +88,11 @@ def options_of(name: str) -> type[msgspec.Struct] | None:
         return _OWN[name].options
     declared = getattr(_load(name), "Options", None)
     return declared if isinstance(declared, type) and issubclass(declared, msgspec.Struct) else None
+
+
+def reads(name: str) -> Reads:
+    """What the policy goes by; of an installed one, all that there is."""
+    return _OWN[name].reads if name in _OWN else "all"
 
 
 def make(name: str, options: Mapping[str, Any] | None = None) -> Policy:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
+from policies.registry import Reads
 from policies.types import Policy
+from replay.clairvoyant import Clairvoyant
 from replay.clock import Clock
-from replay.instance import Instance, Job, schedule
+from replay.instance import Blocks, Instance, Job, schedule
 from replay.pool import Placement, PoolModel
 from replay.profile import Profile
-from replay.routing import Chooser, Clairvoyant, PolicyChooser
+from replay.routing import Blind, Chooser, PolicyChooser
 from replay.traces.types import Trace
 
 
@@ -76,7 +78,7 @@ Progress = Callable[[int], None]
 
 class Run:
     """policy None: the clairvoyant, of such `patience`. at_once: the policy hears of everything when it
-    happens. `progress` is told how many turns have ended."""
+    happens. reads: what the policy goes by. `progress` is told how many turns have ended."""
 
     def __init__(
         self,
@@ -90,6 +92,7 @@ class Run:
         failures: Sequence[Failure] = (),
         patience: float = 0.0,
         at_once: bool = False,
+        reads: Reads = "all",
     ) -> None:
         profiles = fleet.profiles
         self._sessions: Final = trace.sessions
@@ -116,11 +119,21 @@ class Run:
         ]
         for each in self._instances:
             each.know(self._instances)
-        self._chooser: Chooser = (
-            Clairvoyant(self._instances, self._pool, to_come, patience)
-            if policy is None
-            else PolicyChooser(policy, self._instances, fleet.profile, self._pool, seed, at_once=at_once)
-        )
+        self._chooser: Chooser
+        if policy is None:
+            self._chooser = Clairvoyant(self._instances, self._pool, to_come, patience)
+        elif reads == "nothing":
+            self._chooser = Blind(policy, fleet.instances, seed)
+        else:
+            self._chooser = PolicyChooser(
+                policy,
+                self._instances,
+                fleet.profile,
+                self._pool,
+                seed,
+                at_once=at_once,
+                timed=reads == "all",
+            )
         # Its own source of numbers, so that the sessions come as they do without failures.
         self._fate: Final = Random(f"failures {seed}")
         self._down: Final[set[int]] = set()
@@ -209,11 +222,11 @@ class Run:
 
     # ------------------------------------------------------------------ what instances tell
 
-    def stored(self, instance: int, keys: Sequence[int], parent: int | None, now: float) -> None:
-        self._chooser.stored(instance, keys, parent, now)
+    def stored(self, instance: int, blocks: Blocks, now: float) -> None:
+        self._chooser.stored(instance, blocks, now)
 
-    def removed(self, instance: int, keys: Sequence[int], now: float) -> None:
-        self._chooser.removed(instance, keys, now)
+    def removed(self, instance: int, blocks: Blocks, now: float) -> None:
+        self._chooser.removed(instance, blocks, now)
 
     def prefilled(self, job: Job, now: float) -> None:
         self._chooser.prefilled(job, now)

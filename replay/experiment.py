@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Literal
 
-from policies.registry import make
+from policies.registry import Reads, make, reads
 from policies.types import Policy
 from replay import profile as profiles
 from replay.bounds import bounds
@@ -98,16 +98,24 @@ def run(experiment: Experiment, progress: Progress | None = None) -> Outcome:
     closed = experiment.rate is None and trace.sessions[0].arrives_s is None
     least = bounds(trace, fleet.profiles, active if closed else None)
 
-    def measured(name: str, policy: Policy | None, patience: float = 0.0, at_once: bool = False) -> Measures:
+    def measured(
+        name: str,
+        policy: Policy | None,
+        patience: float = 0.0,
+        at_once: bool = False,
+        by: Reads = "all",
+    ) -> Measures:
         def ended(turns: int) -> None:
             if progress is not None:
                 progress(name, turns, total)
 
         seed = experiment.seed
-        finished = Run(trace, fleet, load, policy, seed, to_come, ended, failures, patience, at_once).run()
+        finished = Run(
+            trace, fleet, load, policy, seed, to_come, ended, failures, patience, at_once, by
+        ).run()
         return measure(finished, ideal, least, experiment.instances, experiment.warmup, experiment.think)
 
-    measures = {name: measured(name, policy) for name, policy in made.items()}
+    measures = {name: measured(name, policy, by=reads(name)) for name, policy in made.items()}
     tried = {f"patience {each:g}": measured(CLAIRVOYANT, None, each) for each in _PATIENCES}
     tried[_INFORMED] = measured(CLAIRVOYANT, make(_INFORMED), at_once=True)
     schedule = min(tried, key=lambda each: tried[each].ttft_mean_s)

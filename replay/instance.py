@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from replay.chains import Pieces
 from replay.clock import Clock
@@ -63,11 +63,27 @@ class Job:
     again: bool = False
 
 
+class Blocks(NamedTuple):
+    """Blocks `start` to `end - 1` of `chain`. Their keys are made for those alone who ask for them."""
+
+    chain: Pieces
+    start: int
+    end: int
+
+    @property
+    def keys(self) -> Sequence[int]:
+        return self.chain[self.start : self.end]
+
+    @property
+    def parent(self) -> int | None:
+        return self.chain[self.start - 1] if self.start else None
+
+
 class Watcher(Protocol):
     """Who hears what happens on instances."""
 
-    def stored(self, instance: int, keys: Sequence[int], parent: int | None, now: float) -> None: ...
-    def removed(self, instance: int, keys: Sequence[int], now: float) -> None: ...
+    def stored(self, instance: int, blocks: Blocks, now: float) -> None: ...
+    def removed(self, instance: int, blocks: Blocks, now: float) -> None: ...
     def prefilled(self, job: Job, now: float) -> None: ...
     def started(self, job: Job, now: float) -> None: ...
     def ended(self, job: Job, now: float) -> None: ...
@@ -226,14 +242,11 @@ class Instance:
 
     def _handle(self, effect: Effect, now: float) -> None:
         if isinstance(effect, Stored):
-            start = effect.start
-            chain: Sequence[int] = effect.turn.chain  # pyright: ignore[reportAssignmentType]
-            self._watcher.stored(
-                self.number, chain[start : effect.end], chain[start - 1] if start else None, now
-            )
+            chain: Pieces = effect.turn.chain  # pyright: ignore[reportAssignmentType]
+            self._watcher.stored(self.number, Blocks(chain, effect.start, effect.end), now)
         elif isinstance(effect, Removed):
-            gone: Sequence[int] = effect.chain[effect.start : effect.end]  # pyright: ignore[reportAssignmentType]
-            self._watcher.removed(self.number, gone, now)
+            gone: Pieces = effect.chain  # pyright: ignore[reportAssignmentType]
+            self._watcher.removed(self.number, Blocks(gone, effect.start, effect.end), now)
         elif isinstance(effect, Save):
             self._save(_job(effect.turn), effect.end, now)
         elif isinstance(effect, Load):

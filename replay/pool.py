@@ -37,7 +37,7 @@ class Part(NamedTuple):
 class Places:
     """Where the leading blocks of one chain lie, for questions about every instance in turn."""
 
-    __slots__ = ("_by_owner", "_segments")
+    __slots__ = ("_by_owner", "_segments", "blocks")
 
     def __init__(self, parts: Iterable[Part], segments: int) -> None:
         self._segments: Final = segments
@@ -46,6 +46,7 @@ class Places:
         for owner, blocks in parts:
             self._by_owner.setdefault(owner, []).append((at, at + blocks))
             at += blocks
+        self.blocks: Final = at
 
     def own(self, segment: int, start: int) -> int:
         """How many blocks from `start` on lie in that segment, not counting those that lie on all."""
@@ -65,10 +66,11 @@ class Extent:
     """Blocks `start` to `end - 1` of `chain`, of which `missing` went with a segment, its first one among
     them: then none of it is of use until it is put again."""
 
-    __slots__ = ("chain", "end", "missing", "owner", "start", "touched")
+    __slots__ = ("chain", "end", "first", "missing", "owner", "start", "touched")
 
     def __init__(self, chain: Pieces, start: int, end: int, owner: int, touched: float) -> None:
         self.chain = chain
+        self.first: Final = chain[start]
         self.start = start
         self.end = end
         self.owner = owner
@@ -105,7 +107,7 @@ class PoolModel:
         return path[-1][1] if path else 0
 
     def parts(self, chain: Pieces, start: int, end: int) -> list[Part]:
-        """Where blocks `start` to `end - 1` lie, all of them being there."""
+        """Where blocks `start` to `end - 1` lie, as far as all before them are there."""
         found: list[Part] = []
         at = start
         for extent, after in self._path(chain, end):
@@ -117,8 +119,9 @@ class PoolModel:
                 at = after
         return found
 
-    def places(self, chain: Pieces, end: int) -> Places:
-        return Places(self.parts(chain, 0, end), self._segments)
+    def places(self, chain: Pieces, limit: int) -> Places:
+        """Of its leading blocks that are there, at most `limit`. Changes nothing, takes no lease."""
+        return Places(self.parts(chain, 0, limit), self._segments)
 
     def lookup(self, chain: Pieces, limit: int, now: float) -> int:
         """The same as `prefix`, as an engine asks it: what is found is leased."""
@@ -164,7 +167,7 @@ class PoolModel:
                 last.chain, last.end = chain, end
             else:
                 path.append(Extent(chain, at, end, owner, now))
-                self._extents[chain[at]] = path[-1]
+                self._extents[path[-1].first] = path[-1]
             self._used += missing
             if owner != SPREAD:
                 self._used_by[owner] += missing
@@ -196,7 +199,7 @@ class PoolModel:
                 self._used -= lost.missing
                 if extent.owner == segment:
                     self._used_by[segment] -= blocks
-                kept[lost.chain[start]] = lost
+                kept[lost.first] = lost
             if whole:
                 kept[first] = extent
         self._extents = kept
@@ -213,7 +216,7 @@ class PoolModel:
         tail = Extent(hole.chain, at, hole.end, hole.owner, hole.touched)
         tail.missing = min(hole.missing - 1, hole.missing * rest // blocks)
         hole.end, hole.missing = at, hole.missing - tail.missing
-        self._extents[tail.chain[at]] = tail
+        self._extents[tail.first] = tail
 
     def _path(self, chain: Pieces, limit: int, at: int = 0) -> list[tuple[Extent, int]]:
         """The extents along `chain` from `at` on until one is not whole, each with where it ends or parts."""
@@ -227,9 +230,10 @@ class PoolModel:
 
     def _touch(self, path: list[Extent], now: float) -> None:
         """From the end to the head."""
+        move = self._extents.move_to_end
         for extent in reversed(path):
             extent.touched = now
-            self._extents.move_to_end(extent.chain[extent.start])
+            move(extent.first)
 
     def _place(self, blocks: int, writer: int) -> int:
         if self._placement == "owner" and self._used_by[writer] + blocks <= self._sizes[writer]:

@@ -36,6 +36,24 @@ def test_the_choice_is_eligible_and_does_not_depend_on_the_order(
     assert decide(asked, shuffled).target == decision.target
 
 
+# What a policy does not read a replay leaves out: see `registry.Kind`.
+TIMES = ("rates", "pressure", "turn_s", "head_s", "capacity_tokens", "held_tokens", "decoding_tokens")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(fleet=candidates(), asked=turns)
+def test_a_policy_reads_no_more_than_its_kind_says(name: str, fleet: list[Candidate], asked: Turn) -> None:
+    reads = registry.reads(name)
+    plain = Candidate("")
+    kept = {
+        "nothing": ("target", "excluded", "weight"),
+        "tokens": [field for field in Candidate.__struct_fields__ if field not in TIMES],
+        "all": Candidate.__struct_fields__,
+    }[reads]
+    told = [replace(plain, **{field: getattr(c, field) for field in kept}) for c in fleet]
+    assert registry.make(name)(asked, told).target == registry.make(name)(asked, fleet).target
+
+
 @pytest.mark.parametrize("name", PREFIX_AWARE)
 @given(fleet=candidates(), asked=turns, more=st.integers(1, 5000))
 def test_more_local_prefix_never_makes_a_target_lose(
