@@ -5,7 +5,8 @@
 Two mock workers that answer at once, a closed-loop generator, bodies of 1 KB, 349 KB (agent: 80,000 tokens,
 8 KB more each turn, warm: every turn but a session's first) and 800 KB. `exact` hashes each prompt and finds
 its blocks in the index, of which the workers' events told; `plain` looks at no prompt. CPU is that of the
-router's process; added latency is the median through the router less the median without it. Cells of one
+router's process; added latency is the median through the router less the median without it. Chunks of paced
+streams say when they were sent: their delay is that of each one, from the worker to its client. Cells of one
 round follow each other router by router; the table has medians over rounds.
 """
 
@@ -43,6 +44,8 @@ DIRECT, EXACT, PLAIN = "no router", "moongate exact", "moongate plain"
 ROUND_ROBIN, CACHE_AWARE = "vllm-router round_robin", "vllm-router cache_aware"
 SMALL = {"model": "m", "messages": [{"role": "user", "content": "Which worker holds this? " * 35}]}
 PACED_CHUNKS, PACED_LANES = 100, 64
+# 4,000 chunks a second, while turns begin and end: what each chunk waits on its way is measured here.
+MANY = "paced stream, 200"
 # An agent's tool takes longer than that. The gateway lets a turn that comes sooner after its session's last
 # answer wait for that answer's events: up to 20 ms which no real agent sees.
 TOOL_S = 0.03
@@ -50,13 +53,17 @@ TOOL_S = 0.03
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """So many connections with so many turns each. user: what the workers are asked to answer."""
+    """So many connections with so many turns each. user: what the workers are asked to answer.
+
+    apart_s: between the connections' beginnings.
+    """
 
     name: str
     size: str
     lanes: int
     turns: int
     user: str = "whole"
+    apart_s: float = 0.0
 
 
 QUICK = [
@@ -65,6 +72,7 @@ QUICK = [
     Cell("349 KB, 1", "agent", 1, 14),
     Cell("349 KB, 16", "agent", 16, 3),
     Cell("paced stream, 64", "small", PACED_LANES, 1, f"paced-{PACED_CHUNKS}-20"),
+    Cell(MANY, "small", 200, 1, "paced-80-50", apart_s=0.005),
 ]
 FULL = [
     Cell("1 KB, 1", "small", 1, 500),
@@ -78,17 +86,19 @@ FULL = [
     Cell("800 KB, 1", "huge", 1, 12),
     Cell("800 KB, 16", "huge", 16, 2),
     Cell("paced stream, 64", "small", PACED_LANES, 1, f"paced-{PACED_CHUNKS}-20"),
+    Cell(MANY, "small", 200, 1, "paced-80-50", apart_s=0.005),
 ]
 
 
 @dataclass(slots=True)
 class Row:
-    """Per turn: CPU ms, and the latencies of each round."""
+    """Per turn: CPU ms, and the latencies of each round; `chunk_p99_ms`: of each chunk from the worker."""
 
     cpu_ms: list[float] = field(default_factory=list)
     p50_ms: list[float] = field(default_factory=list)
     p99_ms: list[float] = field(default_factory=list)
     per_s: list[float] = field(default_factory=list)
+    chunk_p99_ms: list[float] = field(default_factory=list)
     failed: int = 0
 
 
@@ -195,7 +205,8 @@ class Bench:
         gc.collect()
         cpu = cpu_s(target.pid) if target.process else 0.0
         began = time.perf_counter()
-        timing: Timing = await drive(target.port, lanes, TOOL_S if first and cell.lanes == 1 else 0.0)
+        pause_s = TOOL_S if first and cell.lanes == 1 else 0.0
+        timing: Timing = await drive(target.port, lanes, pause_s, cell.apart_s)
         seconds = time.perf_counter() - began
         turns = cell.lanes * cell.turns
         # What a turn left to do after its answer counts too.
@@ -203,7 +214,9 @@ class Bench:
         if target.process:
             row.cpu_ms.append((cpu_s(target.pid) - cpu) * 1e3 / turns)
         row.p50_ms.append(statistics.median(timing.whole) * 1e3)
-        row.p99_ms.append(sorted(timing.whole)[int(len(timing.whole) * 0.99)] * 1e3)
+        row.p99_ms.append(_p99(timing.whole) * 1e3)
+        if timing.delays:
+            row.chunk_p99_ms.append(_p99(timing.delays) * 1e3)
         row.per_s.append(turns / seconds)
         row.failed += timing.failed
 
@@ -239,6 +252,10 @@ class Bench:
         self.publishers[next(self.announced) % 2].publish(time.time(), [event])
 
 
+def _p99(seconds: list[float]) -> float:
+    return sorted(seconds)[int(len(seconds) * 0.99)]
+
+
 def _small(user: str) -> bytes:
     return json.dumps({**SMALL, "user": user, "stream": user != "whole"}).encode()
 
@@ -256,6 +273,10 @@ def result(
         row = rows.get(cell, {}).get(target)
         return statistics.median(row.cpu_ms) if row else float("nan")
 
+    def chunk_p99(target: str) -> float:
+        row = rows[MANY].get(target)
+        return statistics.median(row.chunk_p99_ms) if row else float("nan")
+
     agent = rows["349 KB, 1"]
     found = {
         "agent_exact_cpu_ms": cpu("349 KB, 16", EXACT),
@@ -263,6 +284,7 @@ def result(
         "small_plain_cpu_ratio": cpu("1 KB, 16", PLAIN) / cpu("1 KB, 16", ROUND_ROBIN),
         "small_exact_cpu_ratio": cpu("1 KB, 16", EXACT) / cpu("1 KB, 16", ROUND_ROBIN),
         "chunk_cpu_us": cpu("paced stream, 64", EXACT) * 1e3 / PACED_CHUNKS,
+        "chunk_added_p99_ms": chunk_p99(EXACT) - chunk_p99(DIRECT),
         "peer_cache_aware_agent_cpu_ms": cpu("349 KB, 16", CACHE_AWARE),
         "peer_round_robin_agent_cpu_ms": cpu("349 KB, 16", ROUND_ROBIN),
         "small_plain_cpu_us": cpu("1 KB, 16", PLAIN) * 1e3,
@@ -285,6 +307,8 @@ def report(rows: dict[str, dict[str, Row]], before: dict[str, float], after: dic
             cpu = f"{statistics.median(row.cpu_ms):11.3f}" if row.cpu_ms else " " * 11
             p50 = statistics.median(row.p50_ms)
             cells = f"{p50:8.2f} {statistics.median(row.p99_ms):8.2f} {p50 - direct:8.2f}"
+            if row.chunk_p99_ms:
+                cells += f"  chunk p99 {statistics.median(row.chunk_p99_ms):.2f}"
             failed = f"  {row.failed} failed" if row.failed else ""
             print(f"  {name:<24} {cpu} {cells} {statistics.median(row.per_s):8.0f}{failed}")
     print("\nresident MB, before and after")

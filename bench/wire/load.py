@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +12,19 @@ _HEAD = (
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
     b"x-session-id: %b\r\ncontent-length: %d\r\n\r\n"
 )
+_SENT_AT = re.compile(rb'"created":(\d{17})\b')
 
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds from the request to the first byte of its answer and to the last; failed: not a 200."""
+    """Seconds from the request to the first byte of its answer and to the last; failed: not a 200.
+
+    delays: seconds that each paced chunk took from the worker, but for those cut in two by a read.
+    """
 
     first: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
+    delays: list[float] = field(default_factory=list)
     failed: int = 0
 
 
@@ -68,6 +74,9 @@ class Client(asyncio.Protocol):
                 self.length = end + 4 + int(head[at + 15 :].split(b"\r\n", 1)[0])
             else:
                 self.length = 0
+        if not self.length:
+            now = time.monotonic_ns()
+            self.timing.delays += ((now - int(sent)) / 1e9 for sent in _SENT_AT.findall(data))
         self.tail = (self.tail + data)[-5:]
         if self.have >= self.length if self.length else self.tail == b"0\r\n\r\n":
             self.timing.whole.append(time.perf_counter() - self.started)
@@ -83,9 +92,16 @@ class Client(asyncio.Protocol):
 
 
 async def drive(
-    port: int, lanes: Sequence[Sequence[bytes]], pause_s: float = 0.0, timeout_s: float = 120.0
+    port: int,
+    lanes: Sequence[Sequence[bytes]],
+    pause_s: float = 0.0,
+    apart_s: float = 0.0,
+    timeout_s: float = 120.0,
 ) -> Timing:
-    """Each lane's bodies over a connection of its own, all lanes at once, `pause_s` before each next one."""
+    """Each lane's bodies over a connection of its own, `pause_s` before each next one.
+
+    apart_s: between the lanes' beginnings.
+    """
     timing = Timing()
     loop = asyncio.get_running_loop()
     clients: list[Client] = []
@@ -93,6 +109,8 @@ async def drive(
         client = Client(b"s%d" % number, iter(lane), timing, pause_s)
         await loop.create_connection(lambda client=client: client, "127.0.0.1", port)
         clients.append(client)
+        if apart_s:
+            await asyncio.sleep(apart_s)
     async with asyncio.timeout(timeout_s):
         await asyncio.gather(*(client.done for client in clients))
     return timing

@@ -3,13 +3,15 @@
     python bench/wire/worker.py PORT MODEL_DIRECTORY EVENTS_PORT REPLAY_PORT
 
 What the answer is, the request's `user` field says, which every router passes on: `whole` (default),
-`burst-N` (N chunks back to back) or `paced-N-MS`.
+`burst-N` (N chunks back to back) or `paced-N-MS`, whose chunks say when they were sent: `created` is the
+machine's monotonic clock in nanoseconds.
 """
 
 import asyncio
 import json
 import re
 import sys
+import time
 
 import uvloop
 
@@ -20,11 +22,11 @@ _STREAM = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 )
 _EVENT = (
-    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":['
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":%017d,"model":"m","choices":['
     b'{"index":0,"delta":{"content":" word"},"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
 )
-CHUNK = b"%x\r\n%b\r\n" % (len(_EVENT), _EVENT)
-END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+_CHUNK = b"%x\r\n%b\r\n" % (len(_EVENT % 0), _EVENT)
+_END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 _ANSWER = json.dumps(
     {
         "id": "chatcmpl-1",
@@ -91,8 +93,8 @@ class Mock(asyncio.Protocol):
         elif user[1] == b"burst":
             self.transport.write(_STREAM)
             for _ in range(int(user[2])):
-                self.transport.write(CHUNK)
-            self.transport.write(END)
+                self.transport.write(_CHUNK % 0)
+            self.transport.write(_END)
         else:
             self.transport.write(_STREAM)
             self.later(int(user[2]), int(user[3]) / 1e3)
@@ -101,9 +103,9 @@ class Mock(asyncio.Protocol):
         if self.transport.is_closing():
             return
         if left == 0:
-            self.transport.write(END)
+            self.transport.write(_END)
             return
-        self.transport.write(CHUNK)
+        self.transport.write(_CHUNK % time.monotonic_ns())
         asyncio.get_running_loop().call_later(pause_s, self.later, left - 1, pause_s)
 
 
