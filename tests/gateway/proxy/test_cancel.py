@@ -5,6 +5,9 @@ import contextlib
 import json
 import socket
 import struct
+import sys
+import threading
+import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +16,7 @@ import pytest
 from conftest import Front
 
 from peer import Connection, Handler, Peer, Received
+from workers.launch.tiny_model import make_tiny_model
 
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 FORM = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
@@ -23,15 +27,28 @@ TURNS = {
     "responses": ("POST", "/v1/responses", b'{"model":"m","input":"hi"}'),
     "messages": ("POST", "/v1/messages?beta=true", CHAT[:-1] + b',"max_tokens":9}'),
     "embeddings": ("POST", "/v1/embeddings", b'{"model":"m","input":"hi"}'),
+    "count_tokens": ("POST", "/v1/messages/count_tokens?beta=true", CHAT),
+    "rerank": ("POST", "/v1/rerank", b'{"model":"m","query":"a","documents":["b"]}'),
+    "score": ("POST", "/v1/score", b'{"model":"m","text_1":"a","text_2":"b"}'),
+    "classify": ("POST", "/classify", b'{"model":"m","input":"hi"}'),
+    "tokenize": ("POST", "/tokenize", b'{"model":"m","prompt":"hi"}'),
+    "detokenize": ("POST", "/detokenize", b'{"model":"m","tokens":[1]}'),
     "audio": ("POST", "/v1/audio/transcriptions", FORM),
     "generate": ("POST", "/inference/v1/generate", b'{"model":"m","token_ids":[1]}'),
     "stored": ("GET", "/v1/responses/r1", b""),
 }
 PLACED_BY_PROMPT = ("chat", "completions", "responses", "messages")
+METRICS = b'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
 
 
-def request(api: str) -> bytes:
+def long_text(*of: object, numbers: int = 10_000) -> str:
+    """A text like no other, that takes a thread half a second."""
+    return " ".join(f"{of}{number * 7919 % 99991}" for number in range(numbers)).replace("'", "")
+
+
+def request(api: str, text: str = "hi") -> bytes:
     method, path, body = TURNS[api]
+    body = body.replace(b"hi", text.encode())
     kind = "multipart/form-data; boundary=b" if api == "audio" else "application/json"
     head = (
         f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -112,14 +129,75 @@ async def test_b002_b003_b004_the_upstream_is_closed_within_100_ms_in_every_phas
 
 async def test_b002_while_the_worker_tokenizes_its_prompt(peers, front) -> None:
     peer: Peer = await peers(before_headers)
-    peer.pages["/metrics"] = (
-        b'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
-    )
+    peer.pages["/metrics"] = METRICS
     gate = await front(peer, env={"MOONGATE_PROMPT__SOURCE": "remote"})
     for api in PLACED_BY_PROMPT:
         took = await quickest(gate, request(api), lambda: bool(peer.open), lambda: not peer.open)
         assert took < 0.1, api
     assert {received.target.rsplit("/", 1)[1] for received in peer.received} == {"render"}
+
+
+def tokenizing() -> bool:
+    """Whether a thread makes a prompt right now."""
+    frames = sys._current_frames()
+    busy = (frames.get(thread.ident or 0) for thread in threading.enumerate() if "prompt" in thread.name)
+    return any(frame.f_code.co_name == "finish" for top in busy for frame, _ in traceback.walk_stack(top))
+
+
+def turns() -> int:
+    """Requests that the gateway's server has under way."""
+    coroutines = (task.get_coro() for task in asyncio.all_tasks())
+    return sum(getattr(coroutine, "__name__", "") == "run_asgi" for coroutine in coroutines)
+
+
+@pytest.fixture
+async def tokenizing_front(peers, front, tmp_path: Path):
+    """A gateway that makes prompts itself, in one thread, and its worker."""
+    peer: Peer = await peers(before_headers)
+    card = {"id": "m", "root": str(make_tiny_model(tmp_path / "tiny")), "max_model_len": 1 << 20}
+    peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [card]}).encode()
+    peer.pages["/metrics"] = METRICS
+    gate: Front = await front(peer, env={"MOONGATE_PROMPT__THREADS": "1"})
+    async with asking(gate, request("completions")):
+        await gate.until(lambda: len(peer.received) == 1)  # the tokenizer is loaded
+    await gate.until(lambda: not peer.open and not turns())
+    peer.received.clear()
+    return gate, peer
+
+
+async def test_b002_while_a_thread_tokenizes_its_prompt(tokenizing_front) -> None:
+    gate, peer = tokenizing_front
+    loop = asyncio.get_running_loop()
+    for api in PLACED_BY_PROMPT:
+        for how in range(3):  # the machine may be busy
+            async with asking(gate, request(api, long_text(api, how))) as writers:
+                await gate.until(tokenizing)
+                at = loop.time()
+                left(writers[0], how)
+                await gate.until(lambda: not turns())
+                took = loop.time() - at
+            await gate.until(lambda: not tokenizing())
+            if took < 0.1:
+                break
+        assert took < 0.1, api
+    assert peer.received == []
+    assert gate.gateway.fleet.leases.total_inflight() == 0
+
+
+async def test_b005_three_hundred_aborts_while_prompts_are_tokenized_leave_nothing(tokenizing_front) -> None:
+    gate, peer = tokenizing_front
+    for batch in range(5):
+        texts = [long_text(batch, number, numbers=1500) for number in range(60)]
+        requests = [request(PLACED_BY_PROMPT[i % 4], text) for i, text in enumerate(texts)]
+        async with asking(gate, *requests) as writers:
+            await gate.until(tokenizing)
+            for how, writer in enumerate(writers):
+                left(writer, how)
+            await gate.until(lambda: not turns())
+        await gate.until(lambda: not tokenizing())
+    await gate.until(lambda: not peer.open)
+    assert len(peer.received) < 150  # most were left waiting for the thread
+    assert gate.gateway.fleet.leases.total_inflight() == 0
 
 
 async def test_b002_while_workers_are_asked_for_a_stored_response(peers, front) -> None:
