@@ -88,6 +88,7 @@ class Gateway:
                 budget_s=mooncake.budget_ms / 1e3,
                 lookup=mooncake.lookup,
                 remove_dead=mooncake.remove_dead,
+                events=mooncake.events,
             )
             if mooncake.master
             else None
@@ -308,6 +309,7 @@ class Gateway:
             shadow_agreement=self.router.shadow.total.agreement if self.router.shadow else None,
             pool_degraded=self.pool is not None and self.pool.degraded,
             pool_removed=0 if self.pool is None else self.pool.removed,
+            pool_events=None if self.pool is None else self.pool.events,
             index_bytes=self.knowledge.memory,
             index_evicted=self.knowledge.index.evicted + self.knowledge.certain.evicted,
             index_file_age_s=file.age_s,

@@ -11,6 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from store.master_events import MasterEventsStatus
+
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 
@@ -55,6 +57,7 @@ class Snapshot:
     kv_event_gaps: Mapping[str, int] = field(default_factory=dict[str, int])
     pool_degraded: bool = False
     pool_removed: int = 0
+    pool_events: MasterEventsStatus | None = None
     index_bytes: int = 0
     index_evicted: int = 0
     index_file_age_s: float | None = None
@@ -335,6 +338,7 @@ class _StateCollector(Collector):
             "moongate_pool_removed_objects", "Objects of dead workers taken out of the pool."
         )
         removed.add_metric([], snapshot.pool_removed)
+        yield from _pool_events(snapshot.pool_events)
         size = GaugeMetricFamily("moongate_index_bytes", "Memory of the index, estimated.")
         size.add_metric([], snapshot.index_bytes)
         evicted = CounterMetricFamily(
@@ -355,3 +359,18 @@ class _StateCollector(Collector):
         if snapshot.shadow_agreement is not None:
             agreement.add_metric([], snapshot.shadow_agreement)
         yield from (up, inflight, breaker, trust, proof, blocks, degraded, removed, age, failures, agreement)
+
+
+def _pool_events(events: MasterEventsStatus | None) -> Iterator[Metric]:
+    """Without samples where they are not followed."""
+    following = GaugeMetricFamily(
+        "moongate_pool_events_followed", "1 while no event of the Mooncake master is missing."
+    )
+    gaps = CounterMetricFamily("moongate_pool_event_gaps", "Times that events of the master were missing.")
+    counts = CounterMetricFamily("moongate_pool_events", "Events of the master.", labels=["kind"])
+    if events is not None:
+        following.add_metric([], float(events.state == "following"))
+        gaps.add_metric([], events.gaps)
+        for kind in ("stored", "removed", "cleared", "foreign", "unknown"):
+            counts.add_metric([kind], getattr(events, kind))
+    yield from (following, gaps, counts)

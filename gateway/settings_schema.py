@@ -256,6 +256,14 @@ class Mooncake(Section, frozen=True):
             "needs them: engines then compute at once instead of trying to load them."
         ),
     ] = True
+    events: Annotated[
+        str,
+        Meta(
+            pattern=r"^(tcp://[^/\s]+:[0-9]{1,5})?\Z",
+            description="Where the master publishes KV events of its own, `tcp://HOST:PORT`: its "
+            "`kv_events_bind_endpoint`, as reached from here. Empty: not followed.",
+        ),
+    ] = ""
 
 
 class Timeouts(Section, frozen=True):

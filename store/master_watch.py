@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from store.mooncake_http import Counters, MasterAway, MooncakeHttp
+from store.mooncake_http import Counters, MasterAway, MooncakeHttp, Published
 from store.segments import Segments
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,8 @@ class MasterWatch:
     places: HOST and PORT where its admin HTTP may be, tried in order. budget_s: what a look-up may take for
     the master to count as well again. segments: kept up to date here. forget: called when this may be another
     life of the master, all objects lost; doubt: when some objects were lost, or may have been; looked: after
-    every good look.
+    every good look. published: gets at every look what the master says of its own events, None when it does
+    not, and when it was asked; without it only a recovered master is asked.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class MasterWatch:
         forget: Callable[[], None],
         doubt: Callable[[], None],
         looked: Callable[[], None],
+        published: Callable[[Published | None, float], None] | None = None,
     ) -> None:
         self._master = master
         self._places = places
@@ -47,6 +49,7 @@ class MasterWatch:
         self._forget = forget
         self._doubt = doubt
         self._on_look = looked
+        self._on_published = published
         self._task: asyncio.Task[None] | None = None
         self._line: asyncio.BaseTransport | None = None
         self._wake = asyncio.Event()
@@ -121,9 +124,9 @@ class MasterWatch:
         self._segments.told(segments, asked_at)
         if self._line is None:
             await self._listen(http)
+        if self.degraded or self._on_published is not None:
+            await self._ask_for_events(http)
         if self.degraded:
-            with contextlib.suppress(MasterAway):  # older masters do not know the path
-                self.publishes_events = await http.publishes_events(_TIMEOUT_S)
             began = self._clock()
             await http.replicas(["moongate"], self._budget_s)
             if self._clock() - began > self._budget_s:
@@ -132,6 +135,14 @@ class MasterWatch:
             self.reason = ""
         self.checked_at = self._clock()
         self._on_look()
+
+    async def _ask_for_events(self, http: MooncakeHttp) -> None:
+        asked_at, published = self._clock(), None
+        with contextlib.suppress(MasterAway):  # older masters do not know the path
+            published = await http.published(_TIMEOUT_S)
+            self.publishes_events = published.enabled
+        if self._on_published is not None:
+            self._on_published(published, asked_at)
 
     async def _reached(self) -> MooncakeHttp:
         """The admin HTTP, wherever it answers."""

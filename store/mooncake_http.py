@@ -90,6 +90,15 @@ class Counters:
     age: int
 
 
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Of the master's own KV events, in this life of it. dropped: events that never left its queue."""
+
+    enabled: bool
+    batches: int
+    dropped: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicas:
     """Complete copies of one object. Objects of one answer that lie in the same places share one of these.
@@ -145,6 +154,8 @@ class _Health(msgspec.Struct):
 
 class _Events(msgspec.Struct):
     enabled: bool
+    published_batches: int = 0
+    dropped_events: int = 0
 
 
 class _Segment(msgspec.Struct):
@@ -228,9 +239,10 @@ class MooncakeHttp:
         answer = _decoded(_health, await self._get("/health", timeout_s))
         return Health(answer.role, answer.service_ready)
 
-    async def publishes_events(self, timeout_s: float) -> bool:
-        """Whether the master has an event stream of its own (RFC 1527); the wheel's is compiled without."""
-        return _decoded(_events, await self._get("/kv_events/status", timeout_s)).enabled
+    async def published(self, timeout_s: float) -> Published:
+        """Of the master's own event stream (RFC 1527), if it has one; the wheel's is compiled without."""
+        answer = _decoded(_events, await self._get("/kv_events/status", timeout_s))
+        return Published(answer.enabled, answer.published_batches, answer.dropped_events)
 
     async def segments(self, timeout_s: float) -> list[Segment]:
         answer = _decoded(_segments, await self._get("/get_segments_detail", timeout_s))

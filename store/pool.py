@@ -30,9 +30,11 @@ from store.breaker import Breaker
 from store.dead_segments import DeadSegments
 from store.keys import KeyLayout
 from store.lookups import MOST_KEYS, Lookups, Part, Query
+from store.master_events import MasterEvents, MasterEventsStatus
 from store.master_watch import MasterWatch
 from store.mooncake_http import Drain, MasterAway, MooncakeHttp, Segment, queryable, quoted
 from store.mooncake_rpc import MooncakeRpc
+from store.object_events import ObjectEvents
 from store.ranks import Ranks, samples
 from store.segments import Segments
 from store.sightings import DISK as DISK
@@ -124,8 +126,9 @@ class PoolStatus:
     asked: turns that needed the master; late: those it did not answer in time; restarts: lives of the master
     that ended; keys: objects in the pool; remembered: blocks; checked_s: age of the last good look, or None.
     announced: blocks that workers said they stored; announced_s: how long ago the last. While the pool is in
-    use and nothing is announced, every turn must ask. master_events: whether the master has some of its own.
-    removed: objects that only dead workers held, taken out of the pool.
+    use and nothing is announced, every turn must ask. master_events: whether the master has some of its own;
+    events: how far they are followed, None when they are not. removed: objects that only dead workers held,
+    taken out of the pool.
     """
 
     master: str
@@ -144,6 +147,7 @@ class PoolStatus:
     announced: int
     announced_s: float | None
     master_events: bool | None
+    events: MasterEventsStatus | None
     removed: int
     checked_s: float | None
 
@@ -155,6 +159,7 @@ class PoolView:
     then at the address itself. budget_s: what a turn may wait, both rounds together.
     lookup: "rpc" asks through the store client, one round, with leases and without places;
     `store/mooncake_rpc.py` compares. ImportError when that client is not installed.
+    events: where the master publishes KV events of its own, tcp://HOST:PORT; "": they are not followed.
     remove_dead: take objects that only a dead worker holds out of the pool when a turn needs them, so that
     engines need not try to load them; `store/dead_segments.py` says when that is safe.
     """
@@ -167,6 +172,7 @@ class PoolView:
         budget_s: float = 0.005,
         lookup: Literal["http", "rpc"] = "http",
         remove_dead: bool = True,
+        events: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         host, _, port = rpc_address.rpartition(":")
@@ -191,6 +197,13 @@ class PoolView:
         self._learning: asyncio.Task[None] | None = None
         self._turns = self._asked = self._late = self._announced = 0
         self._announced_at: float | None = None
+        self._followed_since = float("inf")
+        self._objects = ObjectEvents(lambda: not self._lookups.idle)
+        self._events = (
+            MasterEvents(events, self._objects, follow=self._follow, forget=self._forget_objects, clock=clock)
+            if events
+            else None
+        )
         self._watch = MasterWatch(
             rpc_address,
             list(places),
@@ -200,6 +213,7 @@ class PoolView:
             forget=self._forget,
             doubt=self._doubt,
             looked=self._dead.meet if self._dead is not None else lambda: None,
+            published=self._events.polled if self._events is not None else None,
         )
         self._lookups = Lookups(
             self._watch, self._segments, rpc=self._rpc, dead=self._dead, budget_s=budget_s, clock=clock
@@ -207,6 +221,8 @@ class PoolView:
 
     async def start(self) -> None:
         """Returns after the first look at the master, whether it answered or not; 1 s at most ("rpc": 3)."""
+        if self._events is not None:
+            await self._events.start()
         await self._watch.start()
         if self._rpc is not None and not self.degraded:
             with contextlib.suppress(MasterAway):  # its set-up must not fall on the first turn
@@ -220,6 +236,8 @@ class PoolView:
         if self._dead is not None:
             await self._dead.close()
         await self._watch.close()
+        if self._events is not None:
+            await self._events.close()
 
     @property
     def degraded(self) -> bool:
@@ -229,6 +247,11 @@ class PoolView:
     def removed(self) -> int:
         """Objects that only dead workers held, taken out of the pool since the start."""
         return self._dead.removed if self._dead is not None else 0
+
+    @property
+    def events(self) -> MasterEventsStatus | None:
+        """How far the master's own events are followed; None when they are not."""
+        return self._events.status() if self._events is not None else None
 
     def status(self) -> PoolStatus:
         now = self._clock()
@@ -260,6 +283,7 @@ class PoolView:
             announced=self._announced,
             announced_s=None if self._announced_at is None else now - self._announced_at,
             master_events=self._watch.publishes_events,
+            events=self.events,
             removed=self.removed,
             checked_s=None if self._watch.checked_at is None else now - self._watch.checked_at,
         )
@@ -345,6 +369,8 @@ class PoolView:
         keys = [each if isinstance(each, int) else int.from_bytes(each[-8:], "big") for each in blocks]
         self._announced += len(keys)
         self._announced_at = now
+        if self._events is not None and self._events.following:
+            return  # the master said so earlier, and may have said since that they are gone
         for each, _ in self._ranks.of(layout).by_group():
             if each.groups == (group,):
                 self._of(each).announced(keys, now)
@@ -429,8 +455,12 @@ class PoolView:
     def _of(self, layout: KeyLayout) -> Sightings:
         if layout not in self._sightings:
             while len(self._sightings) >= _LAYOUTS:
-                del self._sightings[next(iter(self._sightings))]
-            self._sightings[layout] = Sightings(_REMEMBERED)
+                oldest = next(iter(self._sightings))
+                del self._sightings[oldest]
+                self._objects.leave(oldest)
+            sightings = self._sightings[layout] = Sightings(_REMEMBERED)
+            sightings.followed_since = self._followed_since
+            self._objects.follow(layout, sightings)
         return self._sightings[layout]
 
     def _found(self, walk: Walk) -> PoolPrefix:
@@ -443,9 +473,21 @@ class PoolView:
 
     def _forget(self) -> None:
         """This may be another life of the master, and in that it knows no keys."""
+        self._forget_objects()
+        if self._events is not None:
+            self._events.restarted()
+
+    def _forget_objects(self) -> None:
         self._lookups.forget()
+        self._objects.forget()
         for sightings in self._sightings.values():
             sightings.clear()
+
+    def _follow(self, since: float | None) -> None:
+        """All that was asked for from `since` on is kept up to date by the master's events; None: no more."""
+        self._followed_since = float("inf") if since is None else since
+        for sightings in self._sightings.values():
+            sightings.followed_since = self._followed_since
 
     def _doubt(self) -> None:
         for sightings in self._sightings.values():

@@ -29,10 +29,12 @@ class Sighting:
 
     parts: the copies of each object that the block is made of, empty when one of them is missing. None: the
     worker that stored the block announced it, so it is whole, but where is not known.
+    open: all that is known is that the block changed at `at`, so what was asked before is worth nothing.
     """
 
     at: float
     parts: tuple[Replicas, ...] | None
+    open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,11 @@ class Walk:
 
 
 class Sightings:
-    """Of the blocks of one key layout, by 64-bit key; the last `capacity / 2` to `capacity` blocks seen."""
+    """Of the blocks of one key layout, by 64-bit key; the last `capacity / 2` to `capacity` blocks seen.
+
+    followed_since: what was asked for from then on is kept up to date by events of the master, so that it
+    holds until one says otherwise; infinite while there are none.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._half = max(1, capacity // 2)
@@ -62,6 +68,7 @@ class Sightings:
         self._young: dict[int, Sighting] = {}
         self._old: dict[int, Sighting] = {}
         self._lossy_at = float("-inf")
+        self.followed_since = float("inf")
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
@@ -87,6 +94,20 @@ class Sightings:
         sighting = Sighting(now, None)
         for key in keys:
             self.saw(key, sighting)
+
+    def came(self, key: int, now: float) -> None:
+        """An object of the block was stored: if the block was missing, it need not be any more."""
+        known = self._young.get(key) or self._old.get(key)
+        if known is not None and known.parts == ():
+            self.saw(key, Sighting(now, (), open=True))
+
+    def went(self, key: int, now: float, *, unseen: bool = False) -> None:
+        """An object of the block lost a copy, perhaps not the last one.
+
+        unseen: note it even if nothing is known, since an older answer may be under way.
+        """
+        if unseen or key in self._young or key in self._old:
+            self.saw(key, Sighting(now, (), open=True))
 
     def unknown(
         self,
@@ -165,10 +186,12 @@ class Sightings:
 
     def _judge(self, sighting: Sighting, segments: Segments, now: float) -> tuple[Stop, frozenset[str]]:
         """ "end": the walk goes on. The places are those where the whole block can be read."""
-        age = now - sighting.at
+        if sighting.open:
+            return "unknown", frozenset()
+        age, followed = now - sighting.at, sighting.at >= self.followed_since
         if sighting.parts == ():
-            return ("absent" if age < ABSENT_S else "unknown"), frozenset()
-        if age >= (BUSY_S if sighting.at <= self._lossy_at else QUIET_S):
+            return ("absent" if followed or age < ABSENT_S else "unknown"), frozenset()
+        if not followed and age >= (BUSY_S if sighting.at <= self._lossy_at else QUIET_S):
             return "unknown", frozenset()
         if sighting.parts is None:
             return ("end" if sighting.at > segments.shrunk_at else "unknown"), frozenset()

@@ -273,6 +273,7 @@ def _pool(pool: dict[str, Any]) -> Iterator[Finding]:
         detail = "no worker has said that it stored a block: what is new there is found by asking alone"
         fix = "start workers with --kv-events-config; through MultiConnector vLLM says nothing"
         yield Finding("pool events", "warn", detail, fix)
+    yield from _master_events(details)
     for layout in details["layouts"]:
         check = f"pool keys of {layout['name']}"
         if layout["found"]:
@@ -284,3 +285,16 @@ def _pool(pool: dict[str, Any]) -> Iterator[Finding]:
             yield Finding(check, "fail", "workers announced blocks, but none is there by this name", fix)
         else:
             yield Finding(check, "skip", "no turn has found a block yet")
+
+
+def _master_events(details: dict[str, Any]) -> Iterator[Finding]:
+    check, events = "the master's events", details["events"]
+    if events is None and details["master_events"]:
+        fix = "set mooncake.events to its kv_events_bind_endpoint, and turns need not ask"
+        yield Finding(check, "warn", "published and not followed", fix)
+    elif events is not None and events["state"] == "following":
+        yield Finding(check, "ok", f"followed at {events['endpoint']}")
+    elif events is not None:
+        why = events["why"] or "not connected"
+        fix = "is mooncake.events the master's kv_events_bind_endpoint, and kv_events_emit_object_key on?"
+        yield Finding(check, "warn", f"not relied on: {why}", fix)

@@ -77,6 +77,17 @@ def test_names_and_labels_are_those_of_the_design(metrics: Metrics) -> None:
     assert got["process_open_fds", ()] > 0
 
 
+def test_b066_the_masters_events_are_counted_where_they_are_followed() -> None:
+    events = MasterEventsStatus("tcp://m:1", "following", "", 5, 4, 3, 2, 1, 9, None)
+    for state, followed in (("following", 1), ("lost", 0)):
+        snapshot = Snapshot(pool_events=replace(events, state=state))
+        got = samples(Metrics(lambda s=snapshot: s, serves=lambda _: True, knows_worker=lambda _: True))
+        assert got["moongate_pool_events_followed", ()] == followed
+        assert got["moongate_pool_event_gaps_total", ()] == 9
+        kinds = ("stored", "removed", "cleared", "foreign", "unknown")
+        assert [got["moongate_pool_events_total", (kind,)] for kind in kinds] == [5, 4, 3, 2, 1]
+
+
 def test_b072_every_worker_has_a_health_series_from_the_start(metrics: Metrics) -> None:
     got = samples(metrics)
     assert (got["moongate_worker_up", ("w1",)], got["moongate_worker_up", ("w2",)]) == (1, 0)

@@ -151,6 +151,13 @@ def test_render_is_toml_that_loads_to_the_same_settings(
     assert load(None, {}, tomllib.loads(render(settings))) == settings
 
 
+@pytest.mark.parametrize("events", ["master:5557", "tcp://master", "ipc:///run/x", "tcp://m:1\n"])
+def test_a_place_that_events_can_not_be_had_from_is_refused(events: str) -> None:
+    with pytest.raises(SettingsError, match=r"mooncake\.events"):
+        load(None, {}, {"mooncake.events": events})
+    assert load(None, {}, {"mooncake.events": "tcp://[::1]:5557"}).mooncake.events
+
+
 def test_the_documented_table_is_the_real_one() -> None:
     documented = Path(__file__).parents[2].joinpath("docs", "configuration.md").read_text("utf-8")
     for key in keys():

@@ -88,7 +88,7 @@ class Site:
         self.explained = Explained()
         self.index = [self.entry("w1"), self.entry("w2")]
         found = asdict(LayoutStatus("m", (0,), 2, 1, 1, 1, found=True, missed=False))
-        details = {"turns": 9, "announced": 5, "layouts": [found]}
+        details = {"turns": 9, "announced": 5, "layouts": [found], "master_events": False, "events": None}
         self.pool = PoolAnswer(configured=True, master="m:1", degraded=False, details=details)
         self.prompts = ModelPromptsView(
             model="m", made="here", why="", cached_tokens=0, cached_bytes=0, agreed={}, differences=[]
@@ -309,6 +309,19 @@ async def test_b066_a_pool_in_use_of_which_nobody_says_anything_is_not_called_ok
     found = {f.check: f for f in await examined(site)}
     assert found["pool events"].result == "warn"
     assert "MultiConnector" in found["pool events"].fix
+
+
+async def test_b066_a_masters_own_events_are_to_be_followed(site: Site) -> None:
+    assert "the master's events" not in {f.check for f in await examined(site)}
+    site.pool.details["master_events"] = True
+    found = {f.check: f for f in await examined(site)}["the master's events"]
+    assert (found.result, "mooncake.events" in found.fix) == ("warn", True)
+    events = {"state": "following", "why": "", "endpoint": "tcp://m:5557"}
+    site.pool.details["events"] = events
+    assert {f.check: f.result for f in await examined(site)}["the master's events"] == "ok"
+    site.pool.details["events"] = events | {"state": "lost", "why": "batch 9 came after 7"}
+    found = {f.check: f for f in await examined(site)}["the master's events"]
+    assert (found.result, "batch 9 came after 7" in found.detail) == ("warn", True)
 
 
 async def test_a_clock_that_is_off(site: Site) -> None:
