@@ -1,11 +1,13 @@
 """Metrics: names of the design, bounded labels, mirrored state, and no call that can fail a turn."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.metrics import Metrics, Snapshot, WorkerSample
+from store.master_events import MasterEventsStatus
 
 
 class Fleet:

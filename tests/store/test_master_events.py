@@ -11,7 +11,7 @@ from store.pool import PoolView
 from store.sightings import BUSY_S
 from tests.store.kv_publisher import free_port
 from tests.store.master_publisher import PublishingMaster, event, publishing_master
-from tests.store.test_pool import chain_of
+from tests.store.pools import chain_of
 
 LAYOUT = KeyLayout("tiny")
 HOUR = 3600.0

@@ -30,7 +30,7 @@ from gateway.settings import Settings
 from policies.document import Document
 from policies.ledger import Ledger
 from policies.types import Candidate, Decision
-from store.pool import LayoutStatus
+from store.pool_status import LayoutStatus
 from workers.fleet import Fleet
 from workers.worker import EngineReport, ModelCard
 
