@@ -158,6 +158,20 @@ class BlockIndex:
             holder.blocks = len(holder.loose)
         self._shrink()
 
+    def refuted(self, target: str, keys: Sequence[int], *, renewed: bool) -> None:
+        """The target was found to hold none of `keys`, whatever it announced, in any group's GPU cache.
+
+        renewed: it has announced some of them since then, so each may have one copy again, no more.
+        """
+        for holder in [h for h in self._holders.values() if h.target == target and h.tier == "gpu"]:
+            self._about_to_change_copies(holder)
+            for key in keys:
+                holder.more.pop(key, None)
+                if key in holder.loose:
+                    holder.loose[key] = 1
+            if not renewed:
+                self.removed(target, keys, group=holder.group)
+
     def cleared(self, target: str, *, tier: Tier | None = "gpu") -> None:
         """Forget all blocks of `target` in `tier`; None: in every tier."""
         for holder in [h for h in self._holders.values() if h.target == target and tier in (None, h.tier)]:

@@ -4,9 +4,10 @@ It also watches that events can be matched at all: a worker that hashes with ano
 expected publishes keys that no prompt will ever have, and nothing else would show it.
 """
 
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, get_args
 
 from store.events import BlockRemoved, BlockStored, EventBatch
@@ -18,6 +19,8 @@ from store.index import BlockIndex
 _RECHECK_EVERY: Final = 256
 # What a probe calls its session: its events say so, replayed later or seen by another gateway as well.
 PROBE_SESSION: Final = "moongate-probe"
+# Announcements kept of each target, to tell whether blocks came again since a turn was placed: 0.1 MB.
+_LATELY: Final = 1024
 # What operators set PYTHONHASHSEED to.
 _COMMON_SEEDS: Final = ("0", "1", "42", "123", "1234")
 
@@ -36,10 +39,14 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Leading blocks of a chain by target. certain: those of `blocks` that are proven; never more."""
+    """Leading blocks of a chain by target. certain: those of `blocks` that are proven; never more.
+
+    at: how many announcements had been applied by then.
+    """
 
     blocks: dict[str, int]
     certain: dict[str, int]
+    at: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,19 +90,23 @@ class Knowledge:
         self._unchecked: dict[str, int] = {}
         self._probed: dict[str, list[Reported]] = {}
         self._shown_before: dict[str, Shown] = {}
+        self._announcements = 0
+        # By target: number, first block and length of the latest ones.
+        self._lately: dict[str, deque[tuple[int, int, int]]] = {}
+        self.contradicted: set[str] = set()  # an answer refuted what they announced, and nothing came since
 
     def match(self, keys: Sequence[int], *, limit: int | None = None) -> Held:
         """What targets hold of the chain `keys` in their GPU caches; see `BlockIndex.match`."""
         blocks = self.index.match(keys, limit=limit)
         if not self.doubts:
-            return Held(blocks, blocks)
+            return Held(blocks, blocks, self._announcements)
         certain = blocks.copy()
         proven = self.certain.match(keys, limit=limit)
         for target in self.doubts:
             certain[target] = proven.get(target, 0)
             # A block that was given up there, for one, may be known here still.
             blocks[target] = max(blocks.get(target, 0), certain[target])
-        return Held(blocks, certain)
+        return Held(blocks, certain, self._announcements)
 
     def groups(self, target: str) -> Mapping[int, int | None]:
         """KV groups that events of `target` have shown: the blocks each needs before the end of a prefix.
@@ -120,16 +131,33 @@ class Knowledge:
         """Bytes that both indexes take, estimated."""
         return self.index.memory() + self.certain.memory()
 
-    def answered(self, target: str, keys: Sequence[int], held: int, promised: int) -> None:
+    def answered(self, target: str, keys: Sequence[int], held: int, promised: int, at: int) -> None:
         """An answer showed that of the chain `keys` the first `held` blocks were there, of `promised`.
 
-        Only asked of targets in doubt: others need no such proof. Hybrid models don't say which group missed.
+        at: `Held.at` of the promise. What was promised in vain is not promised again before the target has
+        announced it anew: it computed those blocks now, and announces what it keeps of them. Of a target that
+        is not in doubt one block too few says nothing (a boundary), and it needs no proof of what was there.
         """
-        if target not in self.doubts or self.index.is_hybrid(target):
-            return
-        self.certain.stored(target, keys[:held], None, report=True)
-        self.index.stored(target, keys[:held], None, report=True)
-        self.index.removed(target, keys[held:promised])
+        doubtful = target in self.doubts
+        if doubtful and not self.index.is_hybrid(target):
+            self.certain.stored(target, keys[:held], None, report=True)
+            self.index.stored(target, keys[:held], None, report=True)
+        if promised - held > (0 if doubtful else 1):
+            renewed = self._announced_since(target, keys, held, promised, at)
+            for index in self._indexes(target):
+                index.refuted(target, keys[held:promised], renewed=renewed)
+            if not renewed:
+                self.contradicted.add(target)
+
+    def _announced_since(self, target: str, keys: Sequence[int], start: int, stop: int, at: int) -> bool:
+        """Whether `target` announced any of the blocks `start` to `stop - 1` of the chain after `at`."""
+        lately = self._lately.get(target, ())
+        if len(lately) == _LATELY and lately[0][0] > at:
+            return True  # may be
+        since = {first: blocks for number, first, blocks in lately if number > at}
+        return bool(since) and any(
+            block + since.get(key, 0) > start and key in since for block, key in enumerate(keys[:stop])
+        )
 
     def restore(self, index: BlockIndex, certain: BlockIndex, shown: Mapping[str, Shown]) -> None:
         """Go on from a snapshot; before any target is followed."""
@@ -229,6 +257,8 @@ class Knowledge:
         self.index.drop(target)
         self.certain.drop(target)
         self.doubts.pop(target, None)
+        self._lately.pop(target, None)
+        self.contradicted.discard(target)
 
     def batch(self, target: str, batch: EventBatch) -> None:
         pooled: dict[int, list[int]] = {}
@@ -259,6 +289,11 @@ class Knowledge:
 
     def _stored(self, target: str, event: BlockStored) -> None:
         self._store(target, event)
+        if event.keys:
+            self._announcements += 1
+            lately = self._lately.setdefault(target, deque(maxlen=_LATELY))
+            lately.append((self._announcements, event.keys[0], len(event.keys)))
+            self.contradicted.discard(target)
         if event.block_size:
             self.block_sizes[target] = event.block_size
         if event.parent is None and event.tier == "gpu":

@@ -50,7 +50,7 @@ class Learning:
         if tier == "pool":
             self._pulled(sight, held, cached > local, cached >= predicted)
         if sight.reads_cache:
-            self._knowledge.answered(target, keys, cached // block, held)
+            self._knowledge.answered(target, keys, cached // block, local // block, sight.held.at)
             if fair and tier == "local" and predicted == cached:
                 self._streams.confirmed(target)
 

@@ -192,7 +192,8 @@ class Router:
             held = self._knowledge.match(chain.keys, limit=limit)
             now, keys = time.monotonic(), chain.keys if limit >= len(chain) else chain.keys[:limit]
             for known in (held.blocks, held.certain):
-                known |= self._computed.extend(keys, known, now)
+                soon = self._computed.extend(keys, known, now).items()
+                known |= {name: n for name, n in soon if name not in self._knowledge.contradicted}
         seconds = time.perf_counter() - started
         draw = self._draws.random()
         named = hint(client.headers, parsed.session)

@@ -276,9 +276,9 @@ def act(world: World, target: str, tier: Tier, step: Action) -> None:
             mark = world.streams._streams[target].sequencer.mark
             heard = engine.connected and mark is not None and mark.seq == engine.seq - 1
             if heard and not world.streams._streams[target].sequencer.replaying:
-                promised = world.knowledge.match(PATHS[a]).blocks.get(target, 0)
+                held = world.knowledge.match(PATHS[a])
                 there = hit(engine.held, PATHS[a], "gpu", engine.hybrid)
-                world.knowledge.answered(target, PATHS[a], there, promised)
+                world.knowledge.answered(target, PATHS[a], there, held.blocks.get(target, 0), held.at)
         case "replay":
             engine.replay(frozenset((a, b)), flag)
         case "garbage":

@@ -160,7 +160,7 @@ def test_b010_what_missing_events_may_have_removed_is_told_from_what_is_proven()
     assert knowledge.match([1, 2, 3, 4, 5]) == Held({"w": 4, "v": 2}, {"w": 0, "v": 2})
     knowledge.batch("w", batch(stored([5], parent=4), BlockRemoved([4], "gpu", 0), stored([4], parent=3)))
     assert knowledge.match([1, 2, 3, 4, 5]) == Held({"w": 5, "v": 2}, {"w": 0, "v": 2})
-    knowledge.answered("w", [1, 2, 3, 4, 5], held=3, promised=5)
+    knowledge.answered("w", [1, 2, 3, 4, 5], held=3, promised=5, at=0)
     assert knowledge.match([1, 2, 3, 4, 5]).certain == {"w": 5, "v": 2}
     knowledge.batch("w", batch(BlockRemoved([2], "gpu", 0)))
     assert knowledge.match([1, 2, 3]) == Held({"w": 1, "v": 2}, {"w": 1, "v": 2})
@@ -174,7 +174,7 @@ def test_b010_an_answer_ends_ghosts_and_proves_what_it_used() -> None:
     knowledge = Knowledge()
     knowledge.batch("w", batch(stored([1, 2, 3, 4])))
     knowledge.doubt("w", "a batch is missing")
-    knowledge.answered("w", [1, 2, 3, 4], held=2, promised=4)
+    knowledge.answered("w", [1, 2, 3, 4], held=2, promised=4, at=9)
     assert knowledge.match([1, 2, 3, 4]) == Held({"w": 2}, {"w": 2})
     with knowledge.probe("w", [1, 2]):
         knowledge.batch("w", batch(stored([1, 2])))
@@ -217,7 +217,7 @@ def test_the_memory_cap_holds_for_what_is_believed_and_what_is_certain_together(
         keys = [draws.getrandbits(64) for _ in range(100)]
         knowledge.batch("w", batch(stored(keys)))
         if n % 3 == 0:
-            knowledge.answered("w", [draws.getrandbits(64) for _ in range(50)], held=50, promised=50)
+            knowledge.answered("w", [draws.getrandbits(64) for _ in range(50)], held=50, promised=50, at=0)
         assert knowledge.memory <= limit
         assert knowledge.match(keys).certain["w"] == 100
     assert knowledge.certain.evicted > 0

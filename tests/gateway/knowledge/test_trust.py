@@ -1,5 +1,6 @@
 """What is not proven, or contradicted by answers, counts in part: through a real gateway."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,15 @@ async def credit(gate: Any) -> int:
 
 
 async def turn(gate: Any, tokens: list[int] = TOKENS) -> None:
+    """One turn, and what its answer teaches."""
+    total = gate.gateway.audit.total
+    before = total.turns + total.excused
     async with gate.client.post(
         f"{gate.url}/v1/completions", json={"model": "m", "prompt": tokens}
     ) as answer:
         assert answer.status == 200
         await answer.read()
-    await gate.idle()
+    await gate.until(lambda: total.turns + total.excused > before)
 
 
 async def test_a_worker_whose_answers_contradict_its_events_is_believed_in_part(
@@ -59,6 +63,9 @@ async def test_a_worker_whose_answers_contradict_its_events_is_believed_in_part(
         assert await credit(gate) == 256
         for _ in range(8):
             await turn(gate)
+            # What was not there is announced again, and is not there again.
+            publisher.publish(WHOLE)
+            await gate.until(lambda: gate.gateway.knowledge.index.sizes() == {(target, "gpu"): 8})
         assert await credit(gate) == 128
         entry = (await page(gate, "/admin/v1/index"))["targets"][0]
         assert (entry["trust"], entry["stream"], entry["believed"]) == ("degraded", "exact", 0.5)
@@ -80,6 +87,30 @@ async def test_a_worker_whose_answers_contradict_its_events_is_believed_in_part(
             await turn(gate)
         assert await credit(gate) == 256
         assert (await page(gate, "/admin/v1/index"))["targets"][0]["why"] == ""
+
+
+async def test_b014_what_an_answer_refuted_is_not_promised_again_before_it_is_announced_again(
+    peers, front, tmp_path: Path
+) -> None:
+    site = Site()
+    peer: Peer = await peers(site.answer)
+    live, replay, _ = announce_from(peer, tmp_path / "tiny")
+    target = f"127.0.0.1:{peer.port}"
+    with publishing(lambda: Publisher(live, replay)) as publisher:
+        gate = await front(peer)
+        publisher.publish(WHOLE)
+        await gate.until(lambda: gate.gateway.knowledge.index.sizes() == {(target, "gpu"): 8})
+        for _ in range(3):
+            await turn(gate)
+        audit = await page(gate, "/admin/v1/audit")
+        assert [mismatch["predicted"] for mismatch in audit["mismatches"]] == [256]
+        assert await credit(gate) == 0
+        publisher.publish(stored(KEYS[:4], token_ids=TOKENS[: 32 * 4]))
+        await gate.until(lambda: gate.gateway.knowledge.index.sizes() == {(target, "gpu"): 4})
+        async with asyncio.timeout(20):
+            # It announces again: for half a second what it has just computed counts, too.
+            while await credit(gate) != 128:
+                await asyncio.sleep(0.02)
 
 
 async def test_hits_that_nothing_foresaw_show_that_the_worker_hashes_otherwise(
