@@ -23,9 +23,9 @@ RECENT_WEIGHT = 0.1
 # some turns is a guess at what is to come.
 HALF_LIFE_S = 60.0
 # Seconds of recent work to seconds of work in each second.
-_BUSY = 0.6931 / HALF_LIFE_S
+BUSY = 0.6931 / HALF_LIFE_S
 # A target is never taken for busier: what is waiting there says the rest.
-_MOST_BUSY = 0.8
+MOST_BUSY = 0.8
 
 Costs = tuple[float, float, float, float, float, float, float, float, float, float, float]
 
@@ -86,9 +86,9 @@ def _waiting(recent_s: float, least: float) -> float:
     Of a queue that is busy for a share b of the time: b / (1 - b). Even where nothing was, work done twice is
     taken from others: `least`.
     """
-    busy = recent_s * _BUSY
-    if busy > _MOST_BUSY:
-        busy = _MOST_BUSY
+    busy = recent_s * BUSY
+    if busy > MOST_BUSY:
+        busy = MOST_BUSY
     waiting = busy / (1 - busy)
     return waiting if waiting > least else least
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from functools import partial
+from math import inf
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from policies.columns import Columns, Places, total_costs
 from policies.cost import RECENT_WEIGHT, TERMS, costs
 from policies.load import pick_least_loaded
 from policies.spread import eligible, unplaced
@@ -27,6 +29,7 @@ class ExpectedTtftOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 _DEFAULTS = ExpectedTtftOptions()
+_NEAR_S = 1e-3
 
 
 class ExpectedTtft:
@@ -65,6 +68,13 @@ class ExpectedTtft:
             partial(self._terms, turn),
             "s",
         )
+
+    def shortlist(self, turn: Turn, fleet: Columns) -> Places:
+        """Those among equals, and who is so near to it that more exact figures may tell."""
+        able = fleet.able
+        totals = total_costs(turn, fleet, self._recent_weight)[able]
+        lowest = totals.min(initial=inf)
+        return able[totals <= lowest + max(self._tie_s, lowest * self._tie_share) + _NEAR_S]
 
     def _terms(self, turn: Turn, candidate: Candidate) -> dict[str, float]:
         return dict(zip(TERMS, costs(turn, candidate, self._recent_weight), strict=True))

@@ -5,7 +5,7 @@ The same book is kept by the gateway, in real time, and by the replay, in virtua
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, KeysView, Sequence
 from typing import Final
 
 import msgspec
@@ -105,12 +105,14 @@ class _Book:
         "recent_at",
         "recent_pulled",
         "since",
+        "touched",
         "turn_s",
     )
 
-    def __init__(self, alike: Learner, learns: bool) -> None:
-        """alike: learns from all targets that are taken to be like this one."""
+    def __init__(self, alike: Learner, learns: bool, touched: Callable[[], None]) -> None:
+        """alike: learns from all targets that are taken to be like this one. touched: told of changes."""
         self.alike = alike
+        self.touched = touched
         self.learns = learns
         self.learner = Learner(alike.rates)
         self._rates, self._rates_at = alike.rates, (-1, -math.inf)
@@ -137,6 +139,7 @@ class _Book:
         return self._rates
 
     def sent(self, ticket: Ticket, now: float) -> None:
+        self.touched()
         left = self._left(now)
         self.recent = self.recent * left + ticket.work.tokens
         self.recent_pulled = self.recent_pulled * left + ticket.work.pulled
@@ -152,6 +155,7 @@ class _Book:
     def first_token(self, ticket: Ticket, now: float, answered: bool) -> None:
         if ticket not in self.queued:
             return
+        self.touched()
         self._leave(ticket, now)
         ticket.since = now
         self.decoding += ticket.prompt
@@ -170,6 +174,7 @@ class _Book:
         self.since, self.done, self.opens = (now if clear else None), Work(), 0.0
 
     def ended(self, ticket: Ticket, now: float) -> None:
+        self.touched()
         self.inflight -= 1
         self.held -= ticket.prompt
         if ticket.since is not None:
@@ -271,6 +276,7 @@ class Ledger:
         self._books: dict[str, _Book] = {}
         self._alike: dict[str, Learner] = {}
         self._others: dict[str, _Others] = {}
+        self._touched: set[str] = set()
 
     def load(self, target: str, now: float) -> Load:
         book, others = self._books.get(target), self._others.get(target, _NO_OTHERS)
@@ -293,6 +299,11 @@ class Ledger:
         """Leading blocks of `keys` that `target` does not hold yet, but was sent to compute."""
         book = self._books.get(target)
         return book.coming(keys) if book is not None and book.queued else 0
+
+    def touched(self) -> set[str]:
+        """Targets whose load is another than time alone has made it since this was asked last."""
+        found, self._touched = self._touched, set()
+        return found
 
     def samples(self, target: str) -> int:
         book = self._books.get(target)
@@ -317,7 +328,9 @@ class Ledger:
         book = self._books.get(chosen.target)
         if book is None:
             alike = self._alike.setdefault(group, Learner(self._prior))
-            book = self._books[chosen.target] = _Book(alike, self._learns)
+            book = self._books[chosen.target] = _Book(
+                alike, self._learns, lambda: self._touched.add(chosen.target)
+            )
             alike.share(sum(each.alike is alike for each in self._books.values()))
         known = turn.prompt_tokens > 0
         work = work_of(turn, chosen, STEP_TOKENS) if known else Work(tokens=guess, turns=1.0)
@@ -346,6 +359,7 @@ class Ledger:
     def reported(self, target: str, used_tokens: int, requests: float) -> None:
         """The worker says that so many requests are under way, and use so much of its cache."""
         book, before = self._books.get(target), self._others.get(target, _NO_OTHERS)
+        self._touched.add(target)
         own_tokens, own_turns = (0, 0) if book is None else (book.decoding, book.inflight)
         self._others[target] = _Others(
             before.tokens + (used_tokens - own_tokens - before.tokens) * _REPORT_SHARE,
@@ -356,8 +370,9 @@ class Ledger:
         """It is gone, or another process: what it did and how fast is void. Open tickets end harmlessly."""
         self._books.pop(target, None)
         self._others.pop(target, None)
+        self._touched.add(target)
 
-    def targets(self) -> Iterable[str]:
+    def targets(self) -> KeysView[str]:
         return self._books.keys()
 
 

@@ -5,8 +5,10 @@ from functools import partial
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
+from policies.columns import Columns, Places, lightest
 from policies.load import load_key, pick_least_loaded
 from policies.spread import eligible, unplaced
 from policies.types import Candidate, Decision, Turn, action_of
@@ -49,6 +51,13 @@ class LongestPrefix:
         return Decision(
             chosen.target, action_of(chosen), reason, "longest_prefix", tuple(candidates), weigh, "tokens"
         )
+
+    def shortlist(self, turn: Turn, fleet: Columns) -> Places:
+        """The holders of the longest prefix that have least to do, and who else has least to do."""
+        able = fleet.able
+        prefixes = np.maximum(fleet.local_tokens, fleet.coming_tokens)[able]
+        holders = able[prefixes == prefixes.max(initial=0.0)]
+        return np.union1d(lightest(fleet, holders), lightest(fleet, able))
 
     def _choose(self, turn: Turn, able: list[Candidate]) -> tuple[Candidate, str]:
         prefixes = [max(c.local_tokens, c.coming_tokens) for c in able]

@@ -15,6 +15,9 @@ from math import log
 from random import Random
 from typing import Final, Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from replay.chains import Pieces, common
 
 Placement = Literal["random", "owner"]
@@ -60,6 +63,17 @@ class Places:
         if not self._by_owner.get(SPREAD):
             return self.own(segment, start) if segment in self._by_owner else 0
         return self.own(segment, start) + self.own(SPREAD, start) // self._segments
+
+    def each_own_or_spread(self, starts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The same for all segments in turn, `starts` of shape (segments,)."""
+        found = np.zeros(len(starts))
+        for begin, end in self._by_owner.get(SPREAD, ()):
+            found += np.maximum(0.0, end - np.maximum(starts, begin))
+        found //= self._segments
+        for owner in self._by_owner:
+            if owner != SPREAD:
+                found[owner] += self.own(owner, int(starts[owner]))
+        return found
 
 
 class Extent:

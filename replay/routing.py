@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 from typing import Final, Protocol
 
 from policies.candidates import EVERY_S, Prefix, Standing, candidate, pressure
+from policies.columns import Shortlists
 from policies.ledger import Ledger, Ticket
 from policies.sessions import Sessions, Stay
 from policies.types import Candidate, Policy, Rates
 from policies.types import Turn as Question
+from replay.board import MANY, Board
 from replay.chains import Pieces
 from replay.instance import Blocks, Instance, Job
 from replay.pool import PoolModel
@@ -130,6 +132,8 @@ class PolicyChooser:
         self._down: Final[set[int]] = set()
         self._names: Final = [_name(each.number) for each in instances]
         self._number = 0
+        many = len(instances) >= MANY and isinstance(policy, Shortlists)
+        self._board: Final = Board(self._names, self._ledger, self._size, timed) if many else None
         self._events: Final[deque[tuple[float, str, Blocks, bool]]] = deque()
         self._reported_at = -EVERY_S
         self._standings: list[Standing] = []
@@ -138,6 +142,8 @@ class PolicyChooser:
         self._hear(now)
         if now - self._reported_at >= self._every_s:
             self._reported_at, self._standings = now, self._report(now)
+            if self._board is not None:
+                self._board.stand(self._standings)
         chain, prompt = job.asked.chain, job.asked.prompt_tokens
         limit = (prompt - 1) // self._size
         head = min(_HEAD_TOKENS // self._size, prompt // self._size)
@@ -150,7 +156,7 @@ class PolicyChooser:
             chain[head - 1] if head else 0,
         )
         keys = chain[: limit + 1]
-        decision = self._policy(turn, self._candidates(chain, keys, limit, now))
+        decision = self._policy(turn, self._candidates(turn, chain, keys, limit, now))
         chosen = decision.chosen
         if chosen is None:
             return None
@@ -189,13 +195,19 @@ class PolicyChooser:
             found.append(Standing(engine.waiting, engine.running, room, pressed))
         return found
 
-    def _candidates(self, chain: Pieces, keys: Sequence[int], limit: int, now: float) -> list[Candidate]:
+    def _candidates(
+        self, turn: Question, chain: Pieces, keys: Sequence[int], limit: int, now: float
+    ) -> list[Candidate]:
         size, ledger = self._size, self._ledger
         local = self._index.match(keys, limit=limit)
         places = self._pool.places(chain, limit) if self._pool is not None else None
         pool = places.blocks if places is not None else 0
+        shown: Iterable[int] = range(len(self._names))
+        if self._board is not None and isinstance(self._policy, Shortlists):
+            shown = self._board.shortlist(self._policy, turn, keys, local, places, limit, now)
         found: list[Candidate] = []
-        for number, (name, standing) in enumerate(zip(self._names, self._standings, strict=True)):
+        for number in shown:
+            name = self._names[number]
             held = local.get(name, 0)
             prefix = Prefix(
                 local=held * size,
@@ -205,7 +217,7 @@ class PolicyChooser:
             )
             load, rates = ledger.load(name, now), ledger.rates(name, now)
             down = "down" if number in self._down else ""
-            found.append(candidate(name, load, rates, standing, prefix, down))
+            found.append(candidate(name, load, rates, self._standings[number], prefix, down))
         return found
 
     def prefilled(self, job: Job, now: float) -> None:
@@ -220,6 +232,8 @@ class PolicyChooser:
     def died(self, instance: int, now: float) -> None:
         name = self._names[instance]
         self._down.add(instance)
+        if self._board is not None:
+            self._board.exclude(instance, True)
         self._index.drop(name)
         self._ledger.forget(name)
         self._sessions.forget(name)
@@ -229,6 +243,8 @@ class PolicyChooser:
 
     def back(self, instance: int, now: float) -> None:
         self._down.discard(instance)
+        if self._board is not None:
+            self._board.exclude(instance, False)
 
     def stored(self, instance: int, blocks: Blocks, now: float) -> None:
         self._events.append((now + self._delay, self._names[instance], blocks, True))
