@@ -98,13 +98,14 @@ def total_costs(turn: Turn, fleet: Columns, recent_weight: float) -> Numbers:
     computed = np.maximum(prompt - np.maximum(pool, local), 0.0)
     prefill = computed * (prefill_s + growth_s * (prompt - computed * 0.5))
     decoding = np.maximum(fleet.running, fleet.inflight + fleet.foreign)
-    found = prefill + pull + first_s + decoding * decode_s * (1 + computed / STEP_TOKENS)
+    found: Numbers = prefill + pull + first_s + decoding * decode_s * (1 + computed / STEP_TOKENS)
     computing = fleet.recent_tokens * prefill_s
     found += prefill * _waiting(computing, recent_weight) + computing * recent_weight / fleet.weight
     found += pull * _waiting(fleet.recent_pulled * remote_s, recent_weight)
-    displaced = fleet.pressure * np.maximum(prompt - fleet.local_tokens, 0.0)
-    if displaced.any():
-        found += displaced * np.where(pool > 0, remote_s, prefill_s)
+    # What is displaced is brought back from the pool if there is one, else computed again.
+    back_s: Numbers = np.where(pool > 0, remote_s, prefill_s)
+    displaced: Numbers = fleet.pressure * np.maximum(prompt - fleet.local_tokens, 0.0) * back_s
+    found += displaced
     return found + _queued(fleet) / fleet.weight + _room(turn, fleet)
 
 

@@ -2,6 +2,7 @@
 
 from random import Random
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,3 +95,15 @@ def test_a_lost_segment_is_no_room_until_it_is_back() -> None:
     assert pool.put(chain(0, 120), 120, 0, 0.0) == (0, 0)
     pool.back(1)
     assert pool.put(chain(0, 120), 120, 0, 0.0)[0] == 120
+
+
+def test_places_say_of_all_segments_at_once_what_they_say_of_each() -> None:
+    pool = PoolModel([100, 30, 100, 100], "owner")
+    for writer, blocks in ((0, 20), (1, 45), (2, 60), (1, 90), (3, 110)):
+        pool.put(chain(0, 110), blocks, writer, 0.0)
+    places = pool.places(chain(0, 110), 105)
+    assert {owner for owner, _ in pool.parts(chain(0, 110), 0, 105)} == {0, 1, 2, 3, SPREAD}
+    for start in (0, 15, 40, 88, 105):
+        starts = np.array([start, 7.0, start, 50.0])
+        each = [places.own_or_spread(segment, int(starts[segment])) for segment in range(4)]
+        assert places.each_own_or_spread(starts).tolist() == each
