@@ -103,9 +103,8 @@ def total_costs(turn: Turn, fleet: Columns, recent_weight: float) -> Numbers:
     found += prefill * _waiting(computing, recent_weight) + computing * recent_weight / fleet.weight
     found += pull * _waiting(fleet.recent_pulled * remote_s, recent_weight)
     # What is displaced is brought back from the pool if there is one, else computed again.
-    back_s: Numbers = np.where(pool > 0, remote_s, prefill_s)
-    displaced: Numbers = fleet.pressure * np.maximum(prompt - fleet.local_tokens, 0.0) * back_s
-    found += displaced
+    back_s: Numbers = remote_s * (pool > 0) + prefill_s * (pool <= 0)
+    found += fleet.pressure * np.maximum(prompt - fleet.local_tokens, 0.0) * back_s
     return found + _queued(fleet) / fleet.weight + _room(turn, fleet)
 
 
