@@ -99,7 +99,8 @@ def replayed(sessions: int, turns: int, *, pool: bool, serial: bool) -> float:
     fleet = Fleet(profile, WORKERS, "owner" if pool else None)
     load = Load(sessions, ramp_s=think_s)
     run = Run(trace, fleet, load, Rotation(), 0, [0.0] * sessions).run()
-    return measure(run, ideal_hits(trace), bounds(trace, fleet.profiles, sessions), WORKERS, 0.0).hit_rate
+    least = bounds(trace, fleet.profiles, sessions)
+    return measure(run, ideal_hits(trace), least, trace.block_size, WORKERS, 0.0).hit_rate
 
 
 async def live(engine: Engine, logs: Path, sessions: int, turns: int, *, pool: bool) -> float:

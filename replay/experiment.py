@@ -113,7 +113,15 @@ def run(experiment: Experiment, progress: Progress | None = None) -> Outcome:
         finished = Run(
             trace, fleet, load, policy, seed, to_come, ended, failures, patience, at_once, by
         ).run()
-        return measure(finished, ideal, least, experiment.instances, experiment.warmup, experiment.think)
+        return measure(
+            finished,
+            ideal,
+            least,
+            trace.block_size,
+            experiment.instances,
+            experiment.warmup,
+            experiment.think,
+        )
 
     measures = {name: measured(name, policy, by=reads(name)) for name, policy in made.items()}
     tried = {f"patience {each:g}": measured(CLAIRVOYANT, None, each) for each in _PATIENCES}

@@ -96,6 +96,7 @@ def measure(
     run: Finished,
     ideal: Sequence[Sequence[int]],
     bounds: Bounds,
+    block_size: int,
     instances: int,
     warmup: float,
     think: float = 1.0,
@@ -122,7 +123,7 @@ def measure(
     return Measures(
         turns=len(jobs),
         hit_rate=hit / prompt,
-        ideal_hit_rate=sum(ideal[job.session][job.place] for job in jobs) / prompt,
+        ideal_hit_rate=sum(_ideal(job, ideal, block_size) for job in jobs) / prompt,
         local=local / prompt,
         dram=dram / prompt,
         own_segment=own / prompt,
@@ -162,6 +163,13 @@ def measure(
         bound_ttft_s=_series(least_ttft),
         bound_e2e_s=_series(least_e2e),
     )
+
+
+def _ideal(job: Job, ideal: Sequence[Sequence[int]], block_size: int) -> int:
+    """A turn that is asked again can find all of its own prompt but the last token."""
+    if job.again:
+        return (job.asked.prompt_tokens - 1) // block_size * block_size
+    return ideal[job.session][job.place]
 
 
 def _local(job: Job) -> int:

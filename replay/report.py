@@ -36,7 +36,7 @@ def table(outcome: Outcome) -> str:
     rows = [
         _COLUMNS,
         *(_row(name, each) for name, each in everybody(outcome)),
-        _bound_row(outcome.clairvoyant),
+        _bound_row(outcome),
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
@@ -98,7 +98,7 @@ def page(outcome: Outcome) -> str:
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in _row(name, each)) + "</tr>"
         for name, each in named
     )
-    bound_cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in _bound_row(outcome.clairvoyant))
+    bound_cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in _bound_row(outcome))
     body += f"<tr>{bound_cells}</tr>"
     intro = "".join(f"<p>{html.escape(line)}</p>" for line in _heading(outcome))
     figures = "".join(
@@ -182,20 +182,22 @@ def _row(name: str, each: Measures) -> tuple[str, ...]:
     )
 
 
-def _bound_row(each: Measures) -> tuple[str, ...]:
-    """What nobody can be below; computed from the turns that the clairvoyant's run measured."""
+def _bound_row(outcome: Outcome) -> tuple[str, ...]:
+    """What nobody can be below. Each run's bound is of the turns that it measured, which differ a little from
+    run to run: the table has the lowest of them, so that it holds for every row."""
+    runs = [*outcome.measures.values(), outcome.clairvoyant]
     return (
         BOUND,
-        f"{100 * each.ideal_hit_rate:.2f}",
+        f"{100 * max(each.ideal_hit_rate for each in runs):.2f}",
         "",
         "",
         "",
-        f"{each.bound_ttft_p50_s:.3f}",
-        f"{each.bound_ttft_p90_s:.3f}",
-        f"{each.bound_ttft_p99_s:.3f}",
-        f"{each.bound_e2e_p50_s:.2f}",
-        f"{each.bound_e2e_p99_s:.2f}",
-        f"{each.bound_throughput_tok_s:,.0f}",
+        f"{min(each.bound_ttft_p50_s for each in runs):.3f}",
+        f"{min(each.bound_ttft_p90_s for each in runs):.3f}",
+        f"{min(each.bound_ttft_p99_s for each in runs):.3f}",
+        f"{min(each.bound_e2e_p50_s for each in runs):.2f}",
+        f"{min(each.bound_e2e_p99_s for each in runs):.2f}",
+        f"{max(each.bound_throughput_tok_s for each in runs):,.0f}",
         "",
         "",
         "",

@@ -1,10 +1,12 @@
 """Whole runs, small: what a fleet gains by its pool, by placement, and by whom turns are sent to."""
 
 import json
+from dataclasses import replace as dc_replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from replay import report
 from replay.command import ReplayError, replay
@@ -209,6 +211,20 @@ def test_turns_of_instances_that_die_are_answered_by_others_or_asked_again(tmp_p
     assert pulled.failed_pulls > 0
     assert pulled.turns == 264
     assert report.encoded(after) == report.encoded(run(experiment(file, "session", **DEATHS)))
+
+
+def test_the_bound_in_a_table_holds_for_every_row_of_it(tmp_path: Path) -> None:
+    """Where turns are asked again each run measures others, so that each has a bound of its own."""
+    outcome = run(experiment(codex(tmp_path), "session", "round_robin", **DEATHS))
+    worse = replace(outcome.clairvoyant, ideal_hit_rate=0.1, bound_ttft_p50_s=99.0, bound_e2e_p99_s=99.0)
+    rows = [line.split() for line in report.table(dc_replace(outcome, clairvoyant=worse)).splitlines()]
+    named = {row[0]: row for row in rows if row}
+    bound = named["lower"][2:]
+    for name in ("session", "round_robin"):
+        row = named[name][1:]
+        assert float(row[0]) <= float(bound[0])
+        assert float(row[4]) >= float(bound[1])
+        assert float(row[8]) >= float(bound[5])
 
 
 def test_a_turn_waits_while_the_only_instance_is_dead(tmp_path: Path) -> None:
