@@ -44,6 +44,8 @@ _TOGETHER: Final = 8
 # How far what is believed may be off: by 5 times what was believed at first.
 _PRIOR: Final = 1 / 5**2
 _PRIOR_OF_EACH: Final = np.eye(_N) * _PRIOR
+# The columns of an inverse, and one more for the estimate.
+_SOUGHT: Final = np.eye(_N, _N + 1)
 
 
 class Work(msgspec.Struct, frozen=True, gc=False):
@@ -137,6 +139,7 @@ class Learner:
         "_at",
         "_keep",
         "_known",
+        "_measured",
         "_prior",
         "_sides",
         "_strange",
@@ -156,6 +159,7 @@ class Learner:
         self._known = np.zeros((_N, _N))
         self._usual = np.zeros(_N)
         self._at = 0.0
+        self._measured = False
         self._strange: list[tuple[np.ndarray[Any, Any], float]] = []
         self._sides = 0
 
@@ -165,13 +169,14 @@ class Learner:
 
     def learn(self, work: Work, seconds: float, now: float) -> None:
         """`work`, alone on the target, took `seconds`."""
-        amounts = np.array(_amounts(work)) * self._prior
+        work_done = np.array(_amounts(work))
+        amounts = work_done * self._prior
         expected = float(amounts @ self._theta)
         self._age(now)
         self.samples += 1
-        self._usual += (np.array(_amounts(work)) - self._usual) / min(self.samples, _USUAL)
+        self._usual += (work_done - self._usual) / min(self.samples, _USUAL)
         ratio = max(seconds, _FLOOR_S) / max(expected, _FLOOR_S)
-        if self._known.any() and not 1 / _STRANGE < ratio < _STRANGE:
+        if self._measured and not 1 / _STRANGE < ratio < _STRANGE:
             side = 1 if ratio > 1 else -1
             if self._sides * side < 0:
                 self._strange.clear()
@@ -193,14 +198,15 @@ class Learner:
         self._at = now
 
     def _take(self, amounts: "np.ndarray[Any, Any]", seconds: float) -> None:
+        self._measured = True
         expected = float(amounts @ self._theta)
         scale = max(expected, seconds, _FLOOR_S) * _NOISE
         # A rate forgets as far as this sample tells of it: pulls are not forgotten by turns without any.
         parts = amounts * self._theta
         keep = np.sqrt(self._keep ** (parts / max(float(parts.sum()), 1e-12)))
-        known = self._known * np.outer(keep, keep)
+        known = self._known * (keep[:, None] * keep)
         pull = known @ self._theta + amounts * seconds / scale**2
-        self._known = known + np.outer(amounts, amounts) / scale**2
+        self._known = known + amounts[:, None] * amounts / scale**2
         self._fit(pull)
 
     def _fit(self, pull: "np.ndarray[Any, Any]") -> None:
@@ -208,7 +214,11 @@ class Learner:
         information = self._known + _PRIOR_OF_EACH
         # Drawn to the last estimate, not to the first belief: else every sample would draw it back.
         target = pull + _PRIOR * self._theta
-        theta = np.linalg.solve(information, target)
+        # One call, for the estimate and for how sure it is: the calls take longer than the sums.
+        sought = _SOUGHT.copy()
+        sought[:, _N] = target
+        solved = np.linalg.solve(information, sought)
+        theta, spread = solved[:, _N], solved.diagonal()
         free = theta >= 0
         while not (theta >= 0).all():
             theta = np.zeros(_N)
@@ -218,8 +228,7 @@ class Learner:
         theta = np.minimum(theta, _MOST)
         theta[0] = max(theta[0], _LEAST)
         self._theta = theta
-        spread = np.diag(np.linalg.inv(information))
-        sure = np.clip(1.0 - spread * _PRIOR, 0.0, 1.0).round(4).tolist()
+        sure = np.minimum(np.maximum(1.0 - spread * _PRIOR, 0.0), 1.0).round(4).tolist()
         self.rates = _rates(theta * self._prior, sure)
 
     def among(self, alike: "Learner") -> Rates:
