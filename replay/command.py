@@ -13,6 +13,7 @@ from policies.document import BadDocument, read
 from policies.plan import Plan
 from policies.registry import BadPolicyOptions, BrokenPolicy, UnknownPolicy
 from replay import plots, report
+from replay.at_once import SimulationFailed, processors
 from replay.decisions import BadDecisions, as_text, decide_again
 from replay.experiment import BadExperiment, Experiment, run
 from replay.profile import BadProfile
@@ -34,12 +35,15 @@ def replay(
     json: Path | None = None,
     page: Path | None = None,
     plot: Path | None = None,
+    jobs: int | None = None,
 ) -> None:
     """Runs, prints the table and writes the files. Raises ReplayError.
 
     figures: `KEY=NUMBER` for the profile. options: `POLICY.OPTION=VALUE`. unlike: `COUNT:PROFILE` or
-    `COUNT:KEY=NUMBER,...`.
+    `COUNT:KEY=NUMBER,...`. jobs: simulations at a time; None: one on each processor.
     """
+    if jobs is not None and jobs < 1:
+        raise ReplayError(f"--jobs must be at least 1, not {jobs}")
     if plot is not None and plot.suffix not in plots.SUFFIXES:
         raise ReplayError(f"{plot}: plots are written as {' or '.join(plots.SUFFIXES)}")
     if plot is not None and not plots.available():
@@ -55,7 +59,9 @@ def replay(
     )
     progress = _Progress()
     try:
-        outcome = run(experiment, progress)
+        outcome = run(experiment, progress, processors() if jobs is None else jobs)
+    except SimulationFailed as wrong:
+        raise ReplayError(f"a simulation failed: {wrong}") from None
     except (BadTrace, BadProfile, BadExperiment, UnknownPolicy, BadPolicyOptions, BrokenPolicy) as wrong:
         raise ReplayError(str(wrong)) from None
     finally:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from policies.registry import Reads, make, reads
 from policies.types import Policy
 from replay import profile as profiles
+from replay.at_once import Ended, Simulation, simulate
 from replay.bounds import bounds
 from replay.driver import Failure, Fleet, Load, Run
 from replay.measure import Measures, ideal_hits, measure
@@ -26,7 +27,6 @@ _PER_INSTANCE = 50
 # policy does, so it is tried with all that they know. The lowest mean time to first token is shown.
 _PATIENCES = (0.0, 1.0)
 _INFORMED = "expected_ttft"
-_TOLD = f"{_INFORMED}, told at once"
 
 
 class BadExperiment(ValueError):
@@ -82,9 +82,12 @@ Progress = Callable[[str, int, int], None]
 Bound = Literal["prefill", "pool", "decode and the agents' own pace"]
 
 
-def run(experiment: Experiment, progress: Progress | None = None) -> Outcome:
-    """Raises BadTrace, BadProfile, BadExperiment, UnknownPolicy, BadPolicyOptions. `progress` is told of
-    whom, how many turns of how many have ended."""
+def run(experiment: Experiment, progress: Progress | None = None, jobs: int = 1) -> Outcome:
+    """Raises BadTrace, BadProfile, BadExperiment, UnknownPolicy, BadPolicyOptions, SimulationFailed.
+
+    progress: told of whom, how many turns of how many have ended. jobs: so many simulations at a time, which
+    makes no difference to what comes out.
+    """
     _check(experiment)
     made = {name: make(name, experiment.options.get(name)) for name in experiment.policies}
     profile = profiles.load(experiment.profile, experiment.figures)
@@ -99,36 +102,37 @@ def run(experiment: Experiment, progress: Progress | None = None) -> Outcome:
     closed = experiment.rate is None and trace.sessions[0].arrives_s is None
     least = bounds(trace, fleet.profiles, active if closed else None)
 
-    def measured(
-        name: str,
-        policy: Policy | None,
-        patience: float = 0.0,
-        at_once: bool = False,
-        by: Reads = "all",
-    ) -> Measures:
-        def ended(turns: int) -> None:
-            if progress is not None:
-                progress(name, turns, total)
+    def simulation(
+        policy: Policy | None, *, patience: float = 0.0, at_once: bool = False, by: Reads = "all"
+    ) -> Simulation:
+        def simulated(ended: Ended) -> Measures:
+            seed = experiment.seed
+            finished = Run(
+                trace, fleet, load, policy, seed, to_come, ended, failures, patience, at_once, by
+            ).run()
+            return measure(
+                finished,
+                ideal,
+                least,
+                trace.block_size,
+                experiment.instances,
+                experiment.warmup,
+                experiment.think,
+            )
 
-        seed = experiment.seed
-        finished = Run(
-            trace, fleet, load, policy, seed, to_come, ended, failures, patience, at_once, by
-        ).run()
-        return measure(
-            finished,
-            ideal,
-            least,
-            trace.block_size,
-            experiment.instances,
-            experiment.warmup,
-            experiment.think,
-        )
+        return simulated
 
-    measures = {name: measured(name, policy, by=reads(name)) for name, policy in made.items()}
-    tried = {f"patience {each:g}": measured(CLAIRVOYANT, None, each) for each in _PATIENCES}
-    tried[_TOLD] = measured(CLAIRVOYANT, make(_INFORMED), at_once=True)
+    def ended(name: str, turns: int) -> None:
+        if progress is not None:
+            progress(name, turns, total)
+
+    simulations = {name: simulation(policy, by=reads(name)) for name, policy in made.items()}
+    for each in _PATIENCES:
+        simulations[f"{CLAIRVOYANT}, patience {each:g}"] = simulation(None, patience=each)
+    simulations[f"{CLAIRVOYANT}, {_INFORMED}"] = simulation(make(_INFORMED), at_once=True)
+    tried = simulate(simulations, jobs, ended)
+    measures = {name: tried[name] for name in made}
     # A policy's own schedule could be had, too.
-    tried.update(measures)
     schedule = min(tried, key=lambda each: tried[each].ttft_mean_s)
     sessions = len(trace.sessions)
     return Outcome(experiment, profile, sessions, active, truncated, measures, tried[schedule], schedule)

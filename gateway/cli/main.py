@@ -374,6 +374,9 @@ def replay(
     ] = None,
     down: Annotated[float, typer.Option(help="Seconds until it is back, empty.")] = 30.0,
     seed: Annotated[int, typer.Option(help="Same seed, same result.")] = 0,
+    jobs: Annotated[
+        int | None, typer.Option(help="Simulations at a time; one on each processor.", show_default=False)
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with curves to this file.")] = None,
     plot: Annotated[
@@ -430,6 +433,7 @@ def replay(
             json=json,
             page=html,
             plot=plot,
+            jobs=jobs,
         )
     except ReplayError as error:
         _fail(str(error))
