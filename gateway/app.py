@@ -176,7 +176,7 @@ class Gateway:
             Path(routing.policy_path) if routing.policy_path else None,
             router.use,
         )
-        aliases = Aliases(settings.models)
+        aliases = Aliases(settings.models, self.fleet.first_models)
         self.responses = StoredResponses(
             self.fleet,
             self.transport,

@@ -226,6 +226,10 @@ class Fleet:
         """Whether any worker has said yet what it serves."""
         return any(worker.models for worker in self._workers.values())
 
+    def first_models(self) -> set[str]:
+        """What workers answer with where no model is named: the first that each serves."""
+        return {worker.models[0].id for worker in self._workers.values() if worker.models}
+
     def mark_up(
         self,
         worker: Worker,

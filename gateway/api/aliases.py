@@ -1,8 +1,8 @@
-"""Other names for models: clients may ask by them, and only the bytes of the name change on the way."""
+"""Which model is meant: by another name, of which only the bytes change on the way, or by no name at all."""
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -13,6 +13,8 @@ from gateway.api.forms import field_span
 from gateway.api.parse import ParsedTurn
 from gateway.settings import ModelSettings
 
+# vLLM answers these with its own model if none is named, messages with an error.
+_NEED_NO_NAME = frozenset(("chat", "completions", "responses"))
 # Each that is tried costs another reading of the body.
 _MOST_PLACES = 16
 _PLACE = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
@@ -20,17 +22,33 @@ _PLACE = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 class Aliases:
     """From `models.*.aliases`. A name that is an alias means its model, also where a worker serves another
-    model by it."""
+    model by it. No name means what each worker takes it for, where that is one model: see `unnamed`."""
 
-    def __init__(self, models: Mapping[str, ModelSettings]) -> None:
+    def __init__(self, models: Mapping[str, ModelSettings], unnamed: Callable[[], Collection[str]]) -> None:
+        """unnamed: the models that workers answer with if none is named."""
+        self._unnamed = unnamed
         self._models = {alias: model for model, own in models.items() for alias in own.aliases}
 
     def resolved(self, parsed: ParsedTurn, body: bytes, content_type: bytes) -> tuple[ParsedTurn, bytes]:
-        """The turn as one for the model that is meant. Raises InvalidRequest if no name is found."""
+        """The turn as one for the model that is meant.
+
+        Raises InvalidRequest if no name is found in the body, or none is given where several are meant.
+        """
+        if not parsed.model and parsed.api in _NEED_NO_NAME:
+            return self._named(parsed), body
         model = self._models.get(parsed.model)
         if model is None:
             return parsed, body
         return replace(parsed, model=model), _renamed(body, content_type, parsed.model, model)
+
+    def _named(self, parsed: ParsedTurn) -> ParsedTurn:
+        if parsed.response_id:
+            # Its holder's, whichever that is.
+            return parsed
+        meant = self._unnamed()
+        if len(meant) > 1:
+            raise errors.InvalidRequest("no model is named, and several are served", param="model")
+        return replace(parsed, model=next(iter(meant), ""))
 
     def entries(self, served: Mapping[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
         """Entries of /v1/models for the aliases of models that are in `served`."""

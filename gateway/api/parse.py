@@ -43,6 +43,8 @@ _UNREAD_BYTES = 8 << 20
 _MOST_PARTS = 20_000
 _MOST_VALUES = 1 << 20
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+# What vLLM takes for true, as text.
+_TRUE = frozenset(("true", "1", "1.0", "yes", "on", "t", "y"))
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})')
 _RESPONSE_ENDS = (b"response.completed", b"response.incomplete", b"response.failed", b"error")
 
@@ -50,6 +52,7 @@ _RESPONSE_ENDS = (b"response.completed", b"response.incomplete", b"response.fail
 class ParsedTurn(msgspec.Struct, frozen=True):
     """A request as routing sees it.
 
+    model: "" where none is named.
     prompt: what shapes the engine's prompt, None where it can't be known; `unknown` then says why.
     session: what the body calls the session it belongs to, "" if it doesn't.
     response_id: the stored response that it goes on from or asks about, "" if none.
@@ -110,8 +113,8 @@ class ParsedTurn(msgspec.Struct, frozen=True):
 class _Head(msgspec.Struct):
     """What places a turn of any API, whether or not anybody looks at its prompt."""
 
-    model: str
-    stream: bool | None = None
+    model: str | None = None
+    stream: Any = None
     kv_transfer_params: Any = None
     previous_response_id: Any = None
     metadata: Any = None
@@ -131,7 +134,7 @@ class _Chat(msgspec.Struct):
 class _Completion(msgspec.Struct):
     """The least that a completions body must be."""
 
-    prompt: str | list[str | int | list[int]] | None = None
+    prompt: Any = None
     n: Any = None
     best_of: Any = None
     use_beam_search: Any = None
@@ -210,16 +213,18 @@ def parse(
 def _placed(api: Api, rest: bytes, unknown: str = "invalid") -> ParsedTurn:
     """A turn as its head has it: of its prompt nothing is known."""
     head = _decode(rest, _Head)
+    if not head.model and api == "messages":
+        raise errors.InvalidRequest("Object missing required field `model`", param="model")
     _refuse_transfer(head.kv_transfer_params)
     session = named_in_body(head.metadata, head.session_id, head.prompt_cache_key)
     earlier = head.previous_response_id if api == "responses" else None
     return ParsedTurn(
         api,
-        head.model,
+        head.model or "",
         unknown=unknown,
         session=session,
         response_id=earlier if isinstance(earlier, str) else "",
-        stream=bool(head.stream),
+        stream=str(head.stream).lower() in _TRUE,
     )
 
 
@@ -272,14 +277,25 @@ def _completion(body: bytes, _: Bodies) -> ParsedTurn:
     )
 
 
-def _prompts(given: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
-    """The prompts of a completions body; a batch goes where its first prompt is held."""
-    if isinstance(given, str):
-        return [given] if given else []
-    ids = [item for item in given or [] if isinstance(item, int)]
-    if ids:
-        return [ids] if len(ids) == len(given or []) else []
-    return [item for item in given or [] if item and not isinstance(item, int)]
+def _prompts(given: object) -> list[str | list[int]]:
+    """The prompts of a completions body; a batch goes where its first prompt is held.
+
+    None where an id is no plain number: vLLM takes `true`, `1.0` and `"1"` for 1.
+    """
+    if not isinstance(given, list):
+        return [given] if isinstance(given, str) and given else []
+    items = cast(list[Any], given)
+    if _are(items, int):
+        return [items]
+    whole = _are(items, str) or all(
+        isinstance(item, list) and _are(cast(list[Any], item), int) for item in items
+    )
+    return [item for item in items if item] if whole else []
+
+
+def _are(items: list[Any], kind: type) -> bool:
+    """Whether all are of that very type: `bool` is no `int` here."""
+    return set(map(type, items)) <= {kind}
 
 
 def _shaped(body: bytes, prompt: str | list[int]) -> TextPrompt | TokensPrompt | None:

@@ -28,7 +28,7 @@ def form(*parts: tuple[str, bytes]) -> bytes:
 
 
 def sent(body: bytes, alias: str = "gpt", model: str = "a/b", path: str = "/v1/chat/completions") -> bytes:
-    aliases = Aliases({model: ModelSettings(aliases=[alias])})
+    aliases = Aliases({model: ModelSettings(aliases=[alias])}, set)
     parsed, changed = aliases.resolved(parse("POST", path, body), body, b"")
     assert parsed.model == model
     return changed

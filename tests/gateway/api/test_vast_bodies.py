@@ -103,7 +103,7 @@ def test_a_form_of_300_000_parts_is_given_up() -> None:
 
 
 def test_an_alias_is_not_looked_for_in_thousands_of_places() -> None:
-    aliases = Aliases({"m": ModelSettings(aliases=["other"])})
+    aliases = Aliases({"m": ModelSettings(aliases=["other"])}, set)
     body = b'{"model":"other","messages":[],"x":' + listed(b'{"model":"other"}', 20_000) + b"}"
     parsed = parse("POST", "/v1/chat/completions", body)
     started = time.process_time()

@@ -168,12 +168,10 @@ BAD = [
     (b"[]", 400, None),
     (b"\xff\xfe", 400, None),
     (b"", 400, None),
-    (b'{"messages":[]}', 400, "model"),
     (b'{"model":7,"messages":[]}', 400, "model"),
     (b'{"model":"m"}', 400, "messages"),
     (b'{"model":"m","messages":"hi"}', 400, "messages"),
     (b'{"model":"m","messages":[1]}', 400, "messages[0]"),
-    (b'{"model":"m","messages":[],"stream":"yes"}', 400, "stream"),
     (b'{"model":"other","messages":[]}', 404, "model"),
     (
         b'{"model":"m","messages":[],"kv_transfer_params":{"remote_host":"169.254.169.254"}}',
@@ -196,6 +194,42 @@ async def test_b085_b070_bad_input_is_refused_in_openai_shape_and_nothing_is_for
         assert error["param"] == param
     assert peer.received == []
     assert gate.gateway.fleet.leases.total_inflight() == 0
+
+
+ODD = {
+    "/v1/chat/completions": [b'{"messages":[]}', b'{"model":"m","messages":[],"stream":"yes"}'],
+    "/v1/responses": [
+        b'{"input":"x"}',
+        b'{"model":"","input":[]}',
+        b'{"input":"x","previous_response_id":"r1"}',
+    ],
+    "/v1/completions": [b'{"model":null,"prompt":"x"}', b'{"model":"m","prompt":5}']
+    + [b'{"model":"m","prompt":%b}' % p for p in (b"[true, 2]", b"[1.0]", b'["1",2]', b"[[1],[2.0]]", b"{}")],
+}
+
+
+async def test_b017_what_vllm_takes_or_refuses_itself_is_forwarded(peers, front) -> None:
+    peer = await peers(say_ok)
+    gate = await front(peer)
+    for path, contents in ODD.items():
+        for content in contents:
+            async with gate.client.post(f"{gate.url}{path}", data=content) as answer:
+                assert answer.status == 200, content
+            assert peer.received[-1].body == content
+
+
+async def test_b085_a_turn_without_a_model_is_a_400_where_workers_would_answer_with_different_ones(
+    peers, front
+) -> None:
+    gate = await front(await peers(say_ok, model="m"), other := await peers(say_ok, model="n"))
+    for path, content in [
+        ("/v1/chat/completions", b'{"messages":[]}'),
+        ("/v1/messages", b'{"model":"","messages":[],"max_tokens":1}'),
+    ]:
+        async with gate.client.post(f"{gate.url}{path}", data=content) as answer:
+            assert answer.status == 400
+            assert "model" in (await answer.json())["error"]["message"]
+    assert other.received == []
 
 
 async def test_no_worker_is_503_with_retry_after_and_the_gateway_stays_alive(front) -> None:
