@@ -4,6 +4,7 @@ import asyncio
 import random
 import re
 from collections.abc import Callable
+from io import BytesIO
 from types import TracebackType
 
 from gateway.asgi import ABORT, ON_GONE, Headers, OnGone, Receive, Scope, Send
@@ -71,7 +72,8 @@ class Exchange:
         declared = self.header(b"content-length")
         if limit and declared and declared.isdigit() and int(declared) > limit:
             raise PayloadTooLarge(f"the body is larger than {limit} bytes")
-        chunks: list[bytes] = []
+        # Joining 64 MiB at the end would hold up everybody for 40 ms, and take the memory twice.
+        whole = BytesIO()
         size = 0
         while True:
             try:
@@ -85,9 +87,12 @@ class Exchange:
             size += len(chunk)
             if limit and size > limit:
                 raise PayloadTooLarge(f"the body is larger than {limit} bytes")
-            chunks.append(chunk)
-            if not message.get("more_body", False):
-                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            ends = not message.get("more_body", False)
+            if ends and size == len(chunk):
+                return chunk
+            whole.write(chunk)
+            if ends:
+                return whole.getvalue()
 
     def connected(self, stall_s: float = 0.0) -> "_Connected":
         """Run a block only while the client listens; its leaving raises ClientGone inside, at any await.

@@ -54,6 +54,17 @@ def test_b016_a_body_of_300_000_parts_is_placed_unread_and_cheap(kind: str) -> N
     assert seconds(lambda: parse("POST", path, body, b"application/json", Bodies(64 << 20))) < 0.08
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"])
+def test_b016_a_text_of_64_mib_is_placed_unread_and_cheap(path: str) -> None:
+    fields = b'{"messages":[{"role":"user","content":%b}],"input":%b,"prompt":%b,"model":"m","stream":true}'
+    text = b'"' + b"word \\n" * ((64 << 20) // 21) + b'"'
+    body = fields % (text, text, text)
+    parsed = parse("POST", path, body, b"application/json", Bodies(64 << 20))
+    assert (parsed.model, parsed.stream, parsed.prompt, parsed.unknown) == ("m", True, None, "too_long")
+    # 25 ms, of 300 for reading it.
+    assert seconds(lambda: parse("POST", path, body, b"application/json", Bodies(64 << 20))) < 0.08
+
+
 def test_b070_transfer_parameters_are_found_behind_any_number_of_parts() -> None:
     body = chat(listed(PART, MANY), b',"kv_transfer_params":{"remote_host":"x"}')
     with pytest.raises(InvalidRequest):
