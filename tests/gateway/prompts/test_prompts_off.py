@@ -30,7 +30,7 @@ async def test_a_turn_is_placed_and_what_the_worker_says_better_is_left_to_it(pe
     [
         (b"{", 400),
         (b"[]", 400),
-        (b'{"messages":[]}', 400),
+        (b'{"model":7,"messages":[]}', 400),
         (b'{"model":"m","kv_transfer_params":{"remote_host":"x"}}', 400),
     ],
 )
