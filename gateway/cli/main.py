@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from gateway.cli.policy import policy
+from gateway.cli.worker import worker
 
 if TYPE_CHECKING:
     from gateway.settings import Settings
-    from workers.launch.vllm import VllmWorkerSpec
 
 app = typer.Typer(
     name="moongate",
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 
 app.add_typer(policy)
+app.command(context_settings={"allow_extra_args": True})(worker)
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
 TokenOption = Annotated[str | None, typer.Option("--admin-token", help="Token of the admin API.")]
@@ -173,106 +174,6 @@ def up(
             progress=lambda line: print(line, file=sys.stderr, flush=True),
         )
     )
-
-
-@app.command(context_settings={"allow_extra_args": True})
-def worker(
-    context: typer.Context,
-    model: Annotated[str, typer.Option(help="Model directory or name; empty: a tiny one is made.")] = "",
-    host: Annotated[str, typer.Option(help="Address the worker listens on and is registered with.")] = (
-        "127.0.0.1"
-    ),
-    port: Annotated[int, typer.Option(help="HTTP port; the three above it are used too.")] = 8101,
-    mooncake: Annotated[str | None, typer.Option(help="HOST:PORT of the Mooncake master.")] = None,
-    python: Annotated[Path | None, typer.Option(help="Interpreter that has vLLM.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact command and end.")] = False,
-    url: UrlOption = None,
-    admin_token: TokenOption = None,
-    config: ConfigOption = None,
-) -> None:
-    """Start one vLLM worker as Moongate needs it, and register it. Words after -- go to vLLM."""
-    from workers.launch.vllm import command
-
-    spec = _worker_spec(model, host, port, mooncake, python, tuple(context.args), elsewhere=dry_run)
-    argv, variables = command(spec)
-    if dry_run:
-        _print_command(spec, argv, variables)
-        return
-    import json
-
-    from gateway.cli.remote import RemoteError
-    from workers.launch.vllm import MOONCAKE_CONFIG, UNSET, mooncake_config
-
-    spec.directory.mkdir(parents=True, exist_ok=True)
-    if spec.mooncake is not None:
-        spec.directory.joinpath(MOONCAKE_CONFIG).write_text(json.dumps(mooncake_config(spec)), "utf-8")
-    try:
-        # The gateway probes it from now on and uses it once it is up.
-        with running(url, admin_token, config) as gateway:
-            gateway.add_worker(spec.url, spec.segment)
-    except RemoteError as error:
-        _fail(f"cannot register the worker: {error}", 1)
-    environment = {name: value for name, value in os.environ.items() if name not in UNSET} | variables
-    os.chdir(spec.directory)
-    os.execve(argv[0], argv, environment)  # the worker takes this process's place
-
-
-def _worker_spec(
-    model: str,
-    host: str,
-    port: int,
-    mooncake: str | None,
-    python: Path | None,
-    extra: tuple[str, ...],
-    *,
-    elsewhere: bool,
-) -> "VllmWorkerSpec":
-    """elsewhere: the command may be meant for another machine, so nothing needs to be here."""
-    from workers.launch.model import local_model
-    from workers.launch.vllm import MAX_POSITIONS, VllmWorkerSpec
-
-    if host in ("0.0.0.0", "::"):  # noqa: S104 - a comparison, not a bind
-        _fail("--host must be the address at which the gateway and other workers reach this worker")
-    here = Path(".moongate").resolve()
-    interpreter = python or Path(".venv-vllm/bin/python")
-    if not elsewhere and not interpreter.exists():
-        _fail(f"no interpreter with vLLM at {interpreter}; give it with --python, or run `make setup-vllm`")
-    try:
-        found = local_model(model, here / "models", elsewhere=elsewhere)
-    except FileNotFoundError as error:
-        _fail(str(error))
-    return VllmWorkerSpec(
-        python=interpreter.absolute(),
-        model=found.path,
-        served_model_name=found.name,
-        directory=here / f"worker-{port}",
-        cache=here / "cache" / "vllm",
-        host=host,
-        port=port,
-        events_port=port + 1,
-        replay_port=port + 2,
-        segment_port=port + 3,
-        mooncake=mooncake,
-        max_positions=found.max_positions or MAX_POSITIONS,
-        load_format=found.load_format,
-        offline=found.offline,
-        extra_args=extra,
-    )
-
-
-def _print_command(spec: "VllmWorkerSpec", argv: list[str], variables: dict[str, str]) -> None:
-    import json
-    import shlex
-
-    from workers.launch.vllm import MOONCAKE_CONFIG, UNSET, mooncake_config
-
-    if spec.mooncake is not None:
-        content = json.dumps(mooncake_config(spec))
-        file = spec.directory / MOONCAKE_CONFIG
-        print(f"mkdir -p {spec.directory} && echo {shlex.quote(content)} > {shlex.quote(str(file))}")
-    without = [f"-u {name}" for name in UNSET]
-    assigned = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
-    print(" \\\n  ".join(["env", *without, *assigned, *(shlex.quote(word) for word in argv)]))
 
 
 @app.command()

@@ -63,12 +63,17 @@ class RunningGateway:
         more = {} if json is None else {"json": json}
         return self._json(self._ask(method, path, params=params or {}, headers=headers, **more))
 
-    def add_worker(self, url: str, segment: str) -> None:
-        """Register a worker; one that is registered already is fine. Raises RemoteError.
+    def add_worker(self, url: str, segment: str) -> bool:
+        """Register a worker; False where it was registered already. Raises RemoteError.
 
         segment: its share of the pool, `IP:PORT`.
         """
-        self._ask("POST", "/admin/v1/workers", accept=409, json={"url": url, "segment": segment})
+        asked = {"url": url, "segment": segment}
+        return self._ask("POST", "/admin/v1/workers", accept=409, json=asked).status_code != 409
+
+    def remove_worker(self, name: str) -> None:
+        """End a worker's registration; one that is not registered is fine. Raises RemoteError."""
+        self._ask("DELETE", f"/admin/v1/workers/{name}", accept=404)
 
     def _json(self, answer: httpx.Response) -> Any:
         try:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 _PR_SET_PDEATHSIG: Final = 1
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
@@ -26,7 +26,7 @@ class ProcessNotReady(Exception):
 
 
 class Process:
-    """One command, in a session and process group of its own, its output appended to `log`.
+    """One command, in a session and process group of its own, its output appended to `log` (None: ours).
 
     The kernel sends it SIGTERM when the parent dies, however that happens, SIGKILL included. This is bound to
     the thread that calls `start`: call it from one that lives as long as the child should (the main thread).
@@ -37,7 +37,7 @@ class Process:
         self,
         argv: Sequence[str],
         *,
-        log: Path,
+        log: Path | None,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> None:
@@ -58,18 +58,23 @@ class Process:
             if os.getppid() != parent:  # it died before the call above: no signal will come any more
                 os._exit(1)
 
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as output:
+        with self._output() as output:
             self._child = subprocess.Popen(
                 self._argv,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT,
+                stderr=None if output is None else subprocess.STDOUT,
                 env=self._env,
                 cwd=self._cwd,
                 start_new_session=True,
                 preexec_fn=tie_to_parent,  # nothing but system calls: safe between fork and exec
             )
+
+    def _output(self) -> contextlib.AbstractContextManager[IO[bytes] | None]:
+        if self.log is None:
+            return contextlib.nullcontext()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        return self.log.open("ab")
 
     @property
     def pid(self) -> int | None:
@@ -142,6 +147,8 @@ class Process:
 
     def last_lines(self, lines: int) -> str:
         """The end of the log, "" when there is none."""
+        if self.log is None:
+            return ""
         try:
             with self.log.open("rb") as log:
                 log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
