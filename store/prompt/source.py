@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 import os
 import threading
@@ -87,7 +89,7 @@ class PromptSource:
         if local.slow_characters > _WORTHWHILE and not self._hastened:
             # Seconds of work in a thread of its own: it must not keep prompts waiting, nor the process's end.
             self._hastened = True
-            threading.Thread(target=local.hasten, name="fast encoder", daemon=True).start()
+            threading.Thread(target=_hasten, args=(local,), name="fast encoder", daemon=True).start()
         loop = asyncio.get_running_loop()
         if (most is None or most > _LONG) and _characters(request) > _LONG:
             return await loop.run_in_executor(
@@ -162,6 +164,14 @@ def _load_local(tokenizer: str, cache_bytes: int) -> LocalPrompts:
     from store.prompt.local import LocalPrompts
 
     return LocalPrompts.load(tokenizer, cache_bytes=cache_bytes)
+
+
+def _hasten(local: LocalPrompts) -> None:
+    local.hasten()
+    # glibc keeps what was freed below anything that lives: 100 of 290 MB after the tables of an encoder were
+    # made. 14 ms, without Python's lock. Other C libraries have no such call.
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _characters(value: Any) -> int:

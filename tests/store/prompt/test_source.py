@@ -1,6 +1,8 @@
 """Loading once, remembering failures, and leaving the event loop free."""
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -111,3 +113,42 @@ async def test_ids_are_taken_as_they_are(family: Callable[[str], Path]) -> None:
     await source.close()
     status = source.status()
     assert (status.state, status.detail) == ("ready", "")
+
+
+AFTER_AN_ENCODER_WAS_MADE = """
+import asyncio, ctypes, sys, threading
+from pathlib import Path
+from store.hashing import HashScheme
+from store.prompt.request import TextPrompt
+from store.prompt.source import PromptSource
+
+def megabytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+async def main():
+    source = PromptSource(sys.argv[1])
+    for number in range(2):
+        text = " ".join(str(number * 300_000 + each) for each in range(100_000))
+        await source.prompt(TextPrompt(text=text), HashScheme("sha256_cbor", 16))
+    threads = [thread for thread in threading.enumerate() if thread.name == "fast encoder"]
+    for thread in threads:
+        await asyncio.to_thread(thread.join)
+    before = megabytes()
+    ctypes.CDLL(None).malloc_trim(0)
+    print(len(threads), before - megabytes())
+
+asyncio.run(main())
+"""
+
+
+def test_memory_that_making_an_encoder_took_is_given_back(family: Callable[[str], Path]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER_AN_ENCODER_WAS_MADE, str(family("chatml"))],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    threads, left = done.stdout.split()
+    assert threads == "1"
+    assert float(left) < 5
