@@ -16,6 +16,39 @@ async def test_what_takes_too_long_is_interrupted_once() -> None:
     await asyncio.sleep(0)
 
 
+async def test_who_is_told_twice_that_time_is_up_is_interrupted_once() -> None:
+    async def told_twice() -> None:
+        with Deadline(None) as limit:
+            limit.expire()
+            limit.expire()
+            await asyncio.sleep(3600)
+
+    with pytest.raises(TimeoutError):
+        await told_twice()
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
+async def test_what_a_cancelled_task_still_does_has_limits_too() -> None:
+    tidied: list[str] = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            with pytest.raises(TimeoutError), Deadline.after(0.01):
+                await asyncio.sleep(3600)
+            tidied.append("in time")
+
+    task = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert tidied == ["in time"]
+    assert task.cancelled()
+
+
 async def test_what_is_done_in_time_is_not_and_0_is_no_limit() -> None:
     with Deadline.after(0.01):
         pass
