@@ -163,22 +163,6 @@ async def test_b036_b098_a_body_of_64_mib_passes_whole_and_costs_less_than_three
     assert hashlib.sha256(received.body).digest() == hashlib.sha256(body).digest()
 
 
-async def test_b016_a_text_of_64_mib_holds_up_nobody(rig: Rig) -> None:
-    rig.serve(nothing)
-    body = json.dumps(ASK | {"messages": [{"role": "user", "content": "wörd\n" * 5_500_000}]}).encode()
-
-    async def ask() -> None:
-        async with rig.http.post(rig.url + PATH, data=body) as answer:
-            assert answer.status == 200
-
-    bound, found = await rig.bound(), list[float]()
-    for _ in range(3):
-        found.append(await rig.slowest_health(ask()))
-        if found[-1] < bound:
-            break
-    assert min(found) < bound, (bound, found)
-
-
 async def test_b098_clients_that_do_not_read_cost_next_to_no_memory(rig: Rig) -> None:
     sent = 0
     chunk = b"data: " + b"x" * (1 << 16) + b"\n\n"

@@ -57,3 +57,25 @@ async def test_health_answers_within_50_ms_while_eight_long_prompts_are_tokenize
     assert max(found) >= 128_000
     # This test's client works on the same loop: of twenty answers one may have waited for that.
     assert waits[len(waits) * 19 // 20] < 0.05
+
+
+async def test_b016_a_text_of_60_mib_holds_up_nobody(peers, front) -> None:
+    gate = await front(await peers(say_ok))
+    ask = {"model": "m", "messages": [{"role": "user", "content": "w\u00f6rd\n" * 5_500_000}]}
+    body = json.dumps(ask).encode()
+    longest = 0.0
+
+    async def look() -> None:
+        """CPU seconds of each round of the event loop, on which this test's client and worker are, too."""
+        nonlocal longest
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0)
+            longest = max(longest, time.thread_time() - before)
+
+    looking = asyncio.create_task(look())
+    async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body) as answer:
+        assert answer.status == 200
+    looking.cancel()
+    # 120 ms, half of them of the client and the worker; 330 when such texts were read.
+    assert longest < 0.2
