@@ -1,0 +1,122 @@
+"""Who chooses: what a policy is shown of one that was dead, and where one that knows all sends turns."""
+
+from collections.abc import Sequence
+
+from policies import registry
+from policies.types import Candidate, Decision, Turn
+from replay import profile as profiles
+from replay.clairvoyant import Clairvoyant
+from replay.clock import Clock
+from replay.driver import Failure, Fleet, Load, Run
+from replay.instance import Blocks, Instance, Job, schedule
+from replay.traces.codex_like import growing
+from replay.traces.types import Session, Trace
+
+PROFILE = profiles.load("qwen3-32b-2xh100")
+SIZE = PROFILE.blocks_of_tokens
+
+
+def test_an_instance_that_is_back_is_known_for_nothing_that_it_did_before_it_died() -> None:
+    """Neither work nor speed: it is another process, which holds nothing."""
+    choose = registry.make("least_loaded")
+    shown: list[dict[str, Candidate]] = []
+
+    def watching(turn: Turn, candidates: Sequence[Candidate]) -> Decision:
+        shown.append({each.target: each for each in candidates})
+        return choose(turn, candidates)
+
+    sessions = [
+        growing(f"s{n}", n, 1024, [(4096, 40), *[(900, 40)] * 11], [1.0] * 12, SIZE) for n in range(6)
+    ]
+    fleet, load = Fleet(PROFILE, 3, "owner"), Load(6, ramp_s=2.0)
+    Run(Trace(SIZE, sessions), fleet, load, watching, 0, [0.0], None, [Failure(8.0, 0.5)]).run()
+    (dead,) = {each.target for seen in shown for each in seen.values() if each.excluded == "down"}
+    last = max(n for n, seen in enumerate(shown) if seen[dead].excluded)
+    before, back = shown[0][dead], shown[last + 1][dead]
+    assert max(seen[dead].recent_tokens for seen in shown[:last]) > 2_000
+    assert (back.recent_tokens, back.inflight, back.queued_tokens, back.local_tokens) == (0.0, 0, 0, 0)
+    assert back.turn_s == before.turn_s == 0.0
+    others = [each for target, each in shown[last + 1].items() if target != dead]
+    assert all(each.recent_tokens > 0 and each.turn_s > 0 for each in others)
+
+
+class Nobody:
+    """Hears what happens, and does nothing."""
+
+    def stored(self, instance: int, blocks: Blocks, now: float) -> None: ...
+    def removed(self, instance: int, blocks: Blocks, now: float) -> None: ...
+    def prefilled(self, job: Job, now: float) -> None: ...
+    def started(self, job: Job, now: float) -> None: ...
+    def ended(self, job: Job, now: float) -> None: ...
+
+
+class Rig:
+    """Three instances, and a clairvoyant who sends them turns of these sessions."""
+
+    def __init__(self, to_come: Sequence[float]) -> None:
+        self.clock = Clock()
+        links = schedule(self.clock)
+        self.instances = [Instance(n, PROFILE, self.clock, links, None, Nobody()) for n in range(3)]
+        for each in self.instances:
+            each.know(self.instances)
+        self.chooser = Clairvoyant(self.instances, None, to_come, 0.0)
+        steps, thinks = [(6_400, 64), (640, 64), (640, 64)], [1.0] * 3
+        self.sessions: list[Session] = [
+            growing(f"s{n}", n, 0, steps, thinks, SIZE) for n in range(len(to_come))
+        ]
+        self.asked = 0
+
+    def turn(self, session: int, place: int, *, begins: bool = True) -> tuple[Job, int | None]:
+        """Where it is sent; with `begins` it is taken there, and answered before anything else happens."""
+        turns = self.sessions[session].turns
+        job = Job(session, place, self.asked, turns[place], self.clock.now, place + 1 == len(turns))
+        self.asked += 1
+        chosen = self.chooser.choose(job, self.clock.now)
+        if begins and chosen is not None:
+            self.instances[chosen].take(job)
+            self.clock.run()
+            self.chooser.ended(job, self.clock.now)
+        return job, chosen
+
+
+def test_new_sessions_go_where_least_is_to_come_and_stay_where_they_are_held() -> None:
+    rig = Rig([9.0, 2.0, 2.0, 1.0, 1.0])
+    where = [rig.turn(session, 0)[1] for session in range(5)]
+    assert sorted(where[:3], key=str) == [0, 1, 2]
+    # The longest one is alone; the others share the two that are left.
+    assert where[0] not in where[3:]
+    assert where[3] != where[4]
+    assert [rig.turn(session, 1)[1] for session in range(5)] == where
+    # What has ended is no longer to come: its place is where the next one goes.
+    rig.turn(0, 2)
+    assert rig.chooser.choose(Job(0, 0, 99, rig.sessions[0].turns[0], 0.0), rig.clock.now) == where[0]
+
+
+def test_a_session_whose_instance_is_dead_goes_elsewhere_and_comes_back_to_what_is_held_longest() -> None:
+    rig = Rig([5.0, 5.0, 5.0])
+    where = [rig.turn(session, 0)[1] for session in range(3)]
+    dead = where[0]
+    assert dead is not None
+    rig.instances[dead].die()
+    rig.chooser.died(dead, rig.clock.now)
+    _, other = rig.turn(0, 1)
+    assert other in where[1:]
+    rig.chooser.back(dead, rig.clock.now)
+    assert rig.turn(0, 2)[1] == other
+    for each in range(3):
+        rig.chooser.died(each, rig.clock.now)
+    assert rig.turn(1, 1)[1] is None
+
+
+def test_a_turn_leaves_its_holder_only_for_an_earlier_answer() -> None:
+    rig = Rig([1.0, 1.0])
+    _, holder = rig.turn(0, 0)
+    assert holder is not None
+    waiting = Job(1, 0, 50, growing("x", 9, 0, [(200_000, 4)], [0.0], SIZE).turns[0], rig.clock.now)
+    rig.instances[holder].jobs[waiting] = None
+    # Ten seconds of work are ahead there; its own prompt takes a third of a second anywhere.
+    _, chosen = rig.turn(0, 1, begins=False)
+    assert chosen != holder
+    del rig.instances[holder].jobs[waiting]
+    _, chosen = rig.turn(0, 1, begins=False)
+    assert chosen == holder
