@@ -120,3 +120,12 @@ def test_a_turn_leaves_its_holder_only_for_an_earlier_answer() -> None:
     del rig.instances[holder].jobs[waiting]
     _, chosen = rig.turn(0, 1, begins=False)
     assert chosen == holder
+
+
+def test_where_it_makes_no_difference_a_session_stays_with_what_is_held() -> None:
+    """To compute 320 tokens takes 16 ms: not worth moving for, nor worth staying for, but blocks would."""
+    rig = Rig([1.0])
+    rig.sessions[0] = growing("short", 0, 0, [(256, 64), (64, 64)], [0.0, 0.0], SIZE)
+    _, holder = rig.turn(0, 0)
+    assert holder is not None
+    assert rig.turn(0, 1)[1] == holder
