@@ -1,16 +1,17 @@
 """uvicorn's HTTP protocol, with what it leaves open towards clients that are slow, odd or gone."""
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
+from urllib.parse import unquote
 
 import httptools
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway import errors
-from gateway.asgi import ABORT, ON_GONE
+from gateway.asgi import CLIENT
+from gateway.cycle import Cycle
 from gateway.settings import Settings
 
 # Agents' heads have 1 to 3 KB; what vLLM's own server takes.
@@ -39,8 +40,7 @@ class Protocol(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
-        self._answered: RequestResponseCycle | None = None
-        self._on_gone: Callable[[], None] | None = None
+        self._answered: Cycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -84,48 +84,66 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
         self._head_bytes = 0
-        # Closing waits until everything was written: for ever, if the client does not read.
-        extensions = {ABORT: self.transport.abort, ON_GONE: self._call_when_gone}
-        self.scope["extensions"] = cast(dict[str, dict[object, object]], extensions)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        super().on_headers_complete()
-        if self.parser.should_upgrade():
+        parser, scope = self.parser, cast(dict[str, Any], self.scope)
+        scope["method"] = parser.get_method().decode("ascii")
+        version = scope["http_version"] = parser.get_http_version()
+        if parser.should_upgrade():
             return
+        url = httptools.parse_url(self.url)
+        scope["raw_path"] = url.path
+        scope["path"] = unquote(url.path.decode("ascii"))
+        scope["query_string"] = url.query or b""
+        cycle = self.cycle = Cycle(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=version != "1.0" and parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        scope["extensions"] = {CLIENT: cycle}
         # A trailer is no header: it would come after all that was decided by them.
         self.headers = []
-        self._read_on()
+        app = cast(Any, self).app
+        if self._is_answering():
+            self.pipeline.appendleft((cycle, app))
+        else:
+            self._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
-        super().on_body(body)
-        if self.cycle is not self._answered:
-            self._read_on()
+        cycle = cast(Cycle, self.cycle)
+        if self.parser.should_upgrade() or cycle.response_complete:
+            return
+        # Who reads a body decides how fast it comes; one that waits for its turn has nobody yet.
+        if cycle.took(body) and cycle is self._answered:
+            self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         if not self.parser.should_upgrade():
-            self._read_on()
-
-    def _read_on(self) -> None:
-        """Also behind a request that waits, and behind a body whose end came with more than 64 KiB of it."""
-        if self.cycle is self._answered and self.cycle.more_body:
-            # Its reader decides how fast it comes.
-            return
-        self.flow.resume_reading()
+            # Also behind a body whose end came with more than its reader had room for.
+            self.flow.resume_reading()
 
     def _should_upgrade(self) -> bool:
         """That `data_received` deals with a request that offers another protocol, no callback does."""
         return True
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+    def _start_asgi_task(self, cycle: Cycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._answered = cycle
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     def _is_too_far_ahead(self) -> bool:
         if not self.pipeline:
             return False
-        waiting = sum(len(cycle.body) for cycle, _ in self.pipeline)
+        waiting = sum(cast(Cycle, cycle).size for cycle, _ in self.pipeline)
         return len(self.pipeline) > _PIPELINED or 0 < self._ahead_bytes < waiting
 
     def _is_answering(self) -> bool:
@@ -175,16 +193,8 @@ class Protocol(HttpToolsProtocol):
 
     def _tell_that_it_is_gone(self) -> None:
         """uvicorn tells the last request only, not one before it that is being answered."""
-        if self._answered is not None and not self._answered.response_complete:
-            self._answered.disconnected = True
-            self._answered.message_event.set()
-            if self._on_gone is not None:
-                self._on_gone()
-
-    def _call_when_gone(self, callback: Callable[[], None] | None) -> None:
-        self._on_gone = callback
-        if callback is not None and self._answered is not None and self._answered.disconnected:
-            callback()
+        if self._answered is not None:
+            self._answered.gone()
 
 
 def speaking(settings: Settings) -> type[asyncio.Protocol]:

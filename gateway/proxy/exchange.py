@@ -3,13 +3,10 @@
 import asyncio
 import random
 import re
-from collections.abc import Callable
-from io import BytesIO
 from types import TracebackType
 
-from gateway.asgi import ABORT, ON_GONE, Headers, OnGone, Receive, Scope, Send
-from gateway.deadline import Deadline
-from gateway.errors import PayloadTooLarge, RequestTimeout
+from gateway.asgi import BODY_FOLLOWS, CLIENT, Client, Headers, Scope, Send
+from gateway.errors import PayloadTooLarge
 
 # Their own generator, seeded by the system: ids have to be unique, nobody has to be unable to guess them.
 _ids = random.Random()
@@ -31,7 +28,7 @@ class Exchange:
     time at which the last piece before that was sent.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.raw_path: bytes = scope.get("raw_path") or self.path.encode()
@@ -43,10 +40,7 @@ class Exchange:
         self.stalled = False
         self.sent_at = 0.0
         self._sending_since: float | None = None
-        extensions = scope["extensions"]
-        self._abort: Callable[[], None] = extensions[ABORT]
-        self._on_gone: OnGone = extensions[ON_GONE]
-        self._receive = receive
+        self._client: Client = scope["extensions"][CLIENT]
         self._send = send
         given = self.header(b"x-request-id")
         self.request_id = given.decode() if given and _REQUEST_ID.fullmatch(given) else _new_id()
@@ -72,27 +66,10 @@ class Exchange:
         declared = self.header(b"content-length")
         if limit and declared and declared.isdigit() and int(declared) > limit:
             raise PayloadTooLarge(f"the body is larger than {limit} bytes")
-        # Joining 64 MiB at the end would hold up everybody for 40 ms, and take the memory twice.
-        whole = BytesIO()
-        size = 0
-        while True:
-            try:
-                with Deadline.after(pause_s):
-                    message = await self._receive()
-            except TimeoutError:
-                raise RequestTimeout("the rest of the body did not come") from None
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            chunk = message.get("body", b"")
-            size += len(chunk)
-            if limit and size > limit:
-                raise PayloadTooLarge(f"the body is larger than {limit} bytes")
-            ends = not message.get("more_body", False)
-            if ends and size == len(chunk):
-                return chunk
-            whole.write(chunk)
-            if ends:
-                return whole.getvalue()
+        body = await self._client.whole_body(limit, pause_s)
+        if body is None:
+            raise ClientGone
+        return body
 
     def connected(self, stall_s: float = 0.0) -> "_Connected":
         """Run a block only while the client listens; its leaving raises ClientGone inside, at any await.
@@ -100,15 +77,18 @@ class Exchange:
         So does a client that takes nothing of what is sent for `stall_s` seconds (0: it may); `stalled` is
         true then. Call after `read_body`.
         """
-        return _Connected(self, self._on_gone, stall_s)
+        return _Connected(self, self._client, stall_s)
 
     def silent_for(self, now: float) -> float:
         """For how many seconds the client has taken nothing of what is being sent to it."""
         return 0.0 if self._sending_since is None else now - self._sending_since
 
-    async def start(self, status: int, headers: Headers) -> None:
+    async def start(self, status: int, headers: Headers, *, alone: bool = False) -> None:
+        """`alone`: the body's first piece may be long in coming."""
         self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": headers, BODY_FOLLOWS: not alone}
+        )
 
     async def send(self, chunk: bytes) -> None:
         """Returns once the client's socket can take more: a slow reader slows the worker, not our memory."""
@@ -118,7 +98,7 @@ class Exchange:
 
     def abort(self) -> None:
         """Drop the connection with whatever is still to be written: to a client that does not read."""
-        self._abort()
+        self._client.abort()
 
     async def finish(self, chunk: bytes = b"") -> None:
         self._sending_since = asyncio.get_running_loop().time()
@@ -129,11 +109,11 @@ class Exchange:
 class _Connected:
     """The context manager of `Exchange.connected`."""
 
-    __slots__ = ("_exchange", "_gone", "_on_gone", "_stall_s", "_task", "_timer")
+    __slots__ = ("_client", "_exchange", "_gone", "_stall_s", "_task", "_timer")
 
-    def __init__(self, exchange: Exchange, on_gone: OnGone, stall_s: float) -> None:
+    def __init__(self, exchange: Exchange, client: Client, stall_s: float) -> None:
         self._exchange = exchange
-        self._on_gone = on_gone
+        self._client = client
         self._stall_s = stall_s
         self._gone = False
         self._timer: asyncio.TimerHandle | None = None
@@ -144,12 +124,12 @@ class _Connected:
         self._task = task
         if self._stall_s:
             self._look_later()
-        self._on_gone(self._leave)
+        self._client.on_gone(self._leave)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._on_gone(None)
+        self._client.on_gone(None)
         if self._timer is not None:
             self._timer.cancel()
         if (

@@ -135,7 +135,7 @@ class TurnApp:
         self._hot = hot
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, send)
         state = scope.get("state", {})
         debug = self._debug_headers or state.get("caller") == "admin"
         turn = TurnState(exchange, debug, state.get("key", NO_KEY))
@@ -330,7 +330,7 @@ class TurnApp:
             # An earlier worker's stream was begun and came to nothing; this is none that could go on from it.
             raise _as_api_error(UpstreamError(str(response.status)))
         if stream and not exchange.started:
-            await self._start(turn, response.status, head)
+            await self._start(turn, response.status, head, alone=True)
             turn.stream = extensible
             if extensible and self._timeouts.keep_alive_s:
                 keeping = keep_alive(exchange, turn.tail, self._timeouts.keep_alive_s)
@@ -369,9 +369,9 @@ class TurnApp:
         await exchange.finish(chunk)
         return None
 
-    async def _start(self, turn: TurnState, status: int, head: Headers) -> None:
+    async def _start(self, turn: TurnState, status: int, head: Headers, *, alone: bool = False) -> None:
         turn.status = status
-        await turn.exchange.start(status, head)
+        await turn.exchange.start(status, head, alone=alone)
 
     def _answered(self, turn: TurnState, placement: Placement, status: int) -> None:
         """The first byte of an answer is there."""
