@@ -26,8 +26,13 @@ class Client(Protocol):
         """
         ...
 
-    def write(self, chunk: bytes) -> bool:
-        """As sending a piece of a body that is not the last one; whether the client can take another now."""
+    @property
+    def full(self) -> bool:
+        """Whether the client has to read before it can be sent more."""
+        ...
+
+    def write(self, chunk: bytes) -> None:
+        """As sending a piece of a body that is not the last one, without waiting for room."""
         ...
 
     def abort(self) -> None:

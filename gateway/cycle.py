@@ -90,10 +90,13 @@ class Cycle(RequestResponseCycle):
         self.message_event.clear()
         return self._taken()
 
-    def write(self, chunk: bytes) -> bool:
+    @property
+    def full(self) -> bool:
+        return self.flow.write_paused
+
+    def write(self, chunk: bytes) -> None:
         if not self.disconnected:
             self._send(chunk, more=True)
-        return not self.flow.write_paused
 
     def abort(self) -> None:
         self.transport.abort()

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import re
+from collections.abc import Callable
 from types import TracebackType
 
 from gateway.asgi import BODY_FOLLOWS, CLIENT, Client, Headers, Scope, Send
@@ -39,6 +40,8 @@ class Exchange:
         self.finished = False
         self.stalled = False
         self.sent_at = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._watch: Callable[[], None] | None = None
         self._sending_since: float | None = None
         self._client: Client = scope["extensions"][CLIENT]
         self._send = send
@@ -79,6 +82,10 @@ class Exchange:
         """
         return _Connected(self, self._client, stall_s)
 
+    def watched(self, begin: Callable[[], None] | None) -> None:
+        """`begin` is called whenever the client has to read before it can be sent more. None: no more."""
+        self._watch = begin
+
     def silent_for(self, now: float) -> float:
         """For how many seconds the client has taken nothing of what is being sent to it."""
         return 0.0 if self._sending_since is None else now - self._sending_since
@@ -92,18 +99,37 @@ class Exchange:
 
     async def send(self, chunk: bytes) -> None:
         """Returns once the client's socket can take more: a slow reader slows the worker, not our memory."""
-        self.sent_at = self._sending_since = asyncio.get_running_loop().time()
+        self.sent_at = self._loop.time()
+        self._expects_reading()
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         self._sending_since = None
+
+    def pass_on(self, chunk: bytes) -> bool:
+        """As `send`, for who can't wait; whether it may be called again before `send` was."""
+        self.sent_at = self._loop.time()
+        self._client.write(chunk)
+        return not self._client.full
 
     def abort(self) -> None:
         """Drop the connection with whatever is still to be written: to a client that does not read."""
         self._client.abort()
 
     async def finish(self, chunk: bytes = b"") -> None:
-        self._sending_since = asyncio.get_running_loop().time()
+        self._expects_reading()
         await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
         self.finished = True
+
+    @property
+    def full(self) -> bool:
+        """Whether `send` would wait."""
+        return self._client.full
+
+    def _expects_reading(self) -> None:
+        """The next piece waits until the client read, if it has to."""
+        if self._client.full:
+            self._sending_since = self._loop.time()
+            if self._watch is not None:
+                self._watch()
 
 
 class _Connected:
@@ -123,13 +149,14 @@ class _Connected:
         assert task is not None
         self._task = task
         if self._stall_s:
-            self._look_later()
+            self._exchange.watched(self._look_later)
         self._client.on_gone(self._leave)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._client.on_gone(None)
+        self._exchange.watched(None)
         if self._timer is not None:
             self._timer.cancel()
         if (
@@ -146,14 +173,15 @@ class _Connected:
             self._task.cancel()
 
     def _look_later(self) -> None:
-        # One timer for a turn, not one for each chunk.
-        self._timer = asyncio.get_running_loop().call_later(self._stall_s / 4, self._look_at_sending)
+        """One timer for a turn, not one for each chunk; most turns never need it."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._stall_s / 4, self._look_at_sending)
 
     def _look_at_sending(self) -> None:
-        if self._gone:
-            return
-        if self._exchange.silent_for(asyncio.get_running_loop().time()) >= self._stall_s:
+        self._timer = None
+        silent_s = self._exchange.silent_for(asyncio.get_running_loop().time())
+        if silent_s >= self._stall_s and not self._gone:
             self._exchange.stalled = self._gone = True
             self._task.cancel()
-        else:
+        elif silent_s:
             self._look_later()

@@ -72,6 +72,11 @@ class TurnState:
     stream: bool = False
     keeper: asyncio.Task[None] | None = None
 
+    def pass_on(self, chunk: bytes) -> bool:
+        """Give the client a piece of its answer; whether it can take another one."""
+        self.tail.feed(chunk)
+        return self.exchange.pass_on(chunk)
+
     def ends(self) -> None:
         """Nothing but the end of the answer is sent from now on."""
         if self.keeper is not None:
@@ -351,6 +356,8 @@ class TurnApp:
                     # Goes out with what ends the answer.
                     break
                 await exchange.send(chunk)
+                if learner is None and not exchange.full:
+                    await response.forward(turn.pass_on)
                 chunk = await response.read()
         except TimeoutError:
             return UpstreamError("timeout")

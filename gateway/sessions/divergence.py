@@ -18,6 +18,7 @@ _SHOWN: Final = 24
 # Text counts as repeated in runs of this many tokens (a power of two): a line of text or so.
 _RUN: Final = 16
 _MIX: Final = 0x9E3779B97F4A7C15
+_PLACES: Final = np.uint64(1 << 20)
 # A new conversation, a rewound or a summarised one departs without repeating what it leaves. Where clocks and
 # reordered tools break a prefix, most of what was lost comes again.
 _REPEATED_SHARE: Final = 0.25
@@ -71,8 +72,13 @@ def common_prefix(one: Ids, other: Ids) -> int:
 
 def repeated_share(lost: Ids, anew: Ids) -> float:
     """The share of `lost`, cut in runs of 16 tokens, that comes somewhere in `anew`."""
-    runs = _runs(lost)[::_RUN]
-    return float(np.isin(runs, _runs(anew)).mean()) if len(runs) else 0.0
+    runs, there = _runs(lost)[::_RUN], _runs(anew)
+    if not len(runs):
+        return 0.0
+    # Only what may be among `runs` is sorted: all 80,000 of a long prompt took 6 ms, this takes 0.5.
+    places = np.zeros(_PLACES, dtype=np.bool_)
+    places[runs % _PLACES] = True
+    return float(np.isin(runs, there[places[there % _PLACES]]).mean())
 
 
 def _runs(tokens: Ids) -> npt.NDArray[np.uint64]:

@@ -4,6 +4,7 @@ Own code on a parser of nodejs's, because it carries the hot path: it costs half
 tenth of httpx's. Those stay where requests are few (probes, discovery, the pool, the command line).
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 from gateway.asgi import Headers
@@ -29,6 +30,13 @@ class UpstreamResponse(Protocol):
         """The next bytes of the body, as soon as there are any; b"" at its end.
 
         Raises UpstreamError when the worker breaks off or falls silent.
+        """
+        ...
+
+    async def forward(self, take: Callable[[bytes], bool]) -> None:
+        """Give `take` the next bytes of the body whenever some come, until it says False.
+
+        Ends before, where `read` would not wait or raises: at the last bytes, or when the worker breaks off.
         """
         ...
 
