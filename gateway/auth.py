@@ -190,8 +190,10 @@ class Guard:
         self._check_port(scope, is_admin_path_ or path in _OPEN_PATHS, is_admin_path_)
         shown = credentials(scope["headers"])
         caller: Caller = "anonymous"
-        key = next((key for credential in shown if (key := self._clients.find(credential))), NO_KEY)
-        if any(self._admin.is_(credential) for credential in shown):
+        key = NO_KEY
+        if shown:
+            key = next((key for credential in shown if (key := self._clients.find(credential))), NO_KEY)
+        if shown and any(self._admin.is_(credential) for credential in shown):
             caller = "admin" if not self._admin.generated or _is_loopback(scope) else "anonymous"
         elif key.name:
             caller = "client"

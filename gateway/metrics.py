@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Concatenate, ParamSpec
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from gateway.tallies import Distribution, Tally
 from store.master_events import MasterEventsStatus
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,6 @@ class Metrics:
         self._serves = serves
         self._knows_worker = knows_worker
         self._words: dict[str, set[str]] = {}
-        self._children: dict[Counter, dict[tuple[str, ...], Counter]] = {}
         self._workers_seen: set[str] = set()
         self._gaps_seen: dict[str, int] = {}
         self._state = _StateCollector()
@@ -105,15 +105,18 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"moongate_{name}", text, labels, registry=self.registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"moongate_{name}", text, registry=self.registry, buckets=buckets)
+        def tally(name: str, text: str, *labels: str) -> Tally:
+            return Tally(self.registry, f"moongate_{name}", text, *labels)
 
-        self._requests = counter("requests", "Turns that ended.", "api", "model", "outcome")
-        self._decisions = counter("decisions", "Decisions made.", "policy", "action", "reason")
-        self._decision_seconds = histogram("decision_seconds", "From the body to the decision.", _SECONDS)
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens by predicted source.", "source")
-        self._cached = counter("actual_cached_tokens", "Cached tokens that workers reported.")
-        self._prediction_error = histogram(
+        def distribution(name: str, text: str, bounds: tuple[float, ...]) -> Distribution:
+            return Distribution(self.registry, f"moongate_{name}", text, bounds)
+
+        self._requests = tally("requests", "Turns that ended.", "api", "model", "outcome")
+        self._decisions = tally("decisions", "Decisions made.", "policy", "action", "reason")
+        self._decision_seconds = distribution("decision_seconds", "From the body to the decision.", _SECONDS)
+        self._prompt_tokens = tally("prompt_tokens", "Prompt tokens by predicted source.", "source")
+        self._cached = tally("actual_cached_tokens", "Cached tokens that workers reported.")
+        self._prediction_error = distribution(
             "prediction_error_tokens", "Predicted against reported cached tokens, absolute.", _ERROR_TOKENS
         )
         self._mispredicted = counter(
@@ -126,8 +129,10 @@ class Metrics:
         self._index_probes = counter(
             "index_probes", "Probes of what a worker holds whose events were missed.", "worker", "result"
         )
-        self._pool_lookup = histogram("pool_lookup_seconds", "Look-ups of a prefix in the pool.", _SECONDS)
-        self._ttft = histogram("ttft_seconds", "From the request to the answer's first byte.", _TTFT_SECONDS)
+        self._pool_lookup = distribution("pool_lookup_seconds", "Look-ups of a prefix in the pool.", _SECONDS)
+        self._ttft = distribution(
+            "ttft_seconds", "From the request to the answer's first byte.", _TTFT_SECONDS
+        )
         self._upstream_errors = counter("upstream_errors", "Tries that a worker failed.", "worker", "class")
         self._unrenderable = counter(
             "render_unsupported", "Prompts whose tokens could not be computed.", "model", "reason"
@@ -147,21 +152,20 @@ class Metrics:
         )
         self._overloads = counter("overloaded", "Turns turned away for want of room.")
         self._by_worker = (self._kv_events, self._upstream_errors, self._mispredicted, self._index_probes)
-        # Made once: they are on every turn's way, and show as 0 from the start.
-        self._sources = {s: self._prompt_tokens.labels(s) for s in ("local", "pool", "computed")}
+        for source in ("local", "pool", "computed"):
+            self._prompt_tokens.add(source, by=0)
         self.registry.register(self._state)
         ProcessCollector(registry=self.registry)
 
     @_harmless
     def request(self, api: str, model: str, outcome: str) -> None:
         """A turn ended. `model` may be anything a client sent."""
-        labels = self._word("api", api), self._model(model), self._word("outcome", outcome)
-        self._child(self._requests, labels).inc()
+        self._requests.add(self._word("api", api), self._model(model), self._word("outcome", outcome))
 
     @_harmless
     def decision(self, policy: str, action: str, reason: str, seconds: float) -> None:
-        labels = self._word("policy", policy), self._word("action", action), self._word("reason", reason)
-        self._child(self._decisions, labels).inc()
+        word = self._word
+        self._decisions.add(word("policy", policy), word("action", action), word("reason", reason))
         self._decision_seconds.observe(seconds)
 
     @_harmless
@@ -173,7 +177,7 @@ class Metrics:
         """What the decision expects of its target: `pool` counts the tokens beyond `local`."""
         for source, tokens in (("local", local), ("pool", pool), ("computed", computed)):
             if tokens > 0:
-                self._sources[source].inc(tokens)
+                self._prompt_tokens.add(source, by=tokens)
 
     @_harmless
     def cached_tokens(
@@ -183,7 +187,7 @@ class Metrics:
 
         fair: all was known that the prediction needs.
         """
-        self._cached.inc(max(0, actual))
+        self._cached.add(by=max(0, actual))
         self._prediction_error.observe(abs(predicted - actual))
         if fair and predicted != actual:
             kind = "over" if predicted > actual else "under"
@@ -246,14 +250,6 @@ class Metrics:
         self._read_state()
         self._forget_strangers()
         return encode(self.registry), content_type
-
-    def _child(self, counter: Counter, labels: tuple[str, ...]) -> Counter:
-        """As `labels` of the counter has it, at a fifth of the cost. For series that never go."""
-        children = self._children.setdefault(counter, {})
-        child = children.get(labels)
-        if child is None:
-            child = children[labels] = counter.labels(*labels)
-        return child
 
     def _model(self, name: str) -> str:
         return name if self._serves(name) else OTHER

@@ -4,7 +4,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 from urllib.parse import urlsplit
@@ -91,6 +91,9 @@ class Fleet:
         self._segments: dict[str, str] = {}
         self._listeners: list[FleetListener] = []
         self._workers: dict[str, Worker] = {}
+        # Asked for several times a turn, and changed by probes and admin only.
+        self._targets: Mapping[str, Target] = {}
+        self._models: frozenset[str] = frozenset()
 
     def listen(self, listener: FleetListener) -> None:
         self._listeners.append(listener)
@@ -143,8 +146,15 @@ class Fleet:
         )
         self._segments[name] = segment
         self._map_segments()
+        self._registered()
         self._tell("added", worker)
         return worker
+
+    def _registered(self) -> None:
+        """Who is registered, or what they serve, is another than before."""
+        workers = self._workers.values()
+        self._targets = {target.name: target for worker in workers for target in worker.targets}
+        self._models = frozenset(card.id for worker in workers for card in worker.models)
 
     def _map_segments(self) -> None:
         on_host = Counter(worker.host for worker in self._workers.values())
@@ -157,6 +167,7 @@ class Fleet:
         worker = self.get(name)
         del self._workers[name], self._segments[name]
         self._map_segments()
+        self._registered()
         if worker.state == "up":
             self._tell("lost", worker)
         self._tell("removed", worker)
@@ -211,20 +222,24 @@ class Fleet:
         worker.role = role
         return worker
 
-    def targets(self) -> list[Target]:
-        return [target for worker in self._workers.values() for target in worker.targets]
+    def targets(self) -> Collection[Target]:
+        return self._targets.values()
+
+    def target(self, name: str) -> Target:
+        """Raises KeyError."""
+        return self._targets[name]
 
     def serves(self, model: str) -> bool:
         """Whether any registered worker, up or not, is known to serve `model`."""
-        return any(worker.card(model) is not None for worker in self._workers.values())
+        return model in self._models
 
     def knows(self, name: str) -> bool:
         """Whether a worker, or a target of one, has that name."""
-        return name in self._workers or any(target.name == name for target in self.targets())
+        return name in self._workers or name in self._targets
 
     def knows_models(self) -> bool:
         """Whether any worker has said yet what it serves."""
-        return any(worker.models for worker in self._workers.values())
+        return bool(self._models)
 
     def first_models(self) -> set[str]:
         """What workers answer with where no model is named: the first that each serves."""
@@ -243,6 +258,8 @@ class Fleet:
         restarted = 0 < worker.report.started != report.started > 0
         changed = worker.state != "up" or models != worker.models or kv_endpoints != worker.kv_endpoints
         worker.report, worker.models, worker.kv_endpoints = report, models, kv_endpoints
+        if changed:
+            self._registered()
         if worker.state != "up":
             logger.info("worker %s is up", worker.name)
             worker.since = self._clock()

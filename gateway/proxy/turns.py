@@ -341,7 +341,10 @@ class TurnApp:
                 keeping = keep_alive(exchange, turn.tail, self._timeouts.keep_alive_s)
                 turn.keeper = asyncio.create_task(keeping, name="keep alive")
         try:
-            with self.patience.waiting(worker.name, until, may_leave):
+            if response.waits:
+                with self.patience.waiting(worker.name, until, may_leave):
+                    chunk = await response.read()
+            else:
                 chunk = await response.read()
             if stream and not chunk:
                 return UpstreamError("empty")

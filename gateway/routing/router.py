@@ -305,7 +305,7 @@ class Router:
             if any(candidate.excluded == "full" for candidate in decision.candidates):
                 raise self._overloaded(size)
             raise NoWorker(why_nobody(decision.candidates, sight.model), retry_after_s=_RETRY_AFTER_S)
-        target = next(t for t in self._fleet.targets() if t.name == decision.target)
+        target = self._fleet.target(decision.target)
         self._fleet.sent(target.worker)
         lease = self._fleet.leases.take(target.name, max(0, sight.prompt_tokens - chosen.cached_tokens))
         now = time.monotonic()

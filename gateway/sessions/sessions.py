@@ -45,17 +45,22 @@ _ENTRY_BYTES: Final = 600
 def hint(headers: Iterable[tuple[bytes, bytes]], named: str) -> str:
     """What the client calls its session: by a header, else as `named` in the body; "" if by nothing."""
     found = {name: value for name, value in headers if name in _HEADERS and value}
-    best = next((found[name] for name in _HEADERS if name in found), b"")
-    return (best.decode("latin-1") or named)[:_NAME_CHARACTERS]
+    if not found:
+        return named[:_NAME_CHARACTERS]
+    best = next(found[name] for name in _HEADERS if name in found)
+    return best.decode("latin-1")[:_NAME_CHARACTERS]
 
 
 def says_it_ends(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Whether the client says that its session ends with this turn."""
-    return any(name == _LAST and value.strip().lower() in (b"1", b"true") for name, value in headers)
+    said = [value for name, value in headers if name == _LAST]
+    return any(value.strip().lower() in (b"1", b"true") for value in said) if said else False
 
 
 def named_in_body(metadata: object, session_id: object, prompt_cache_key: object) -> str:
     """The session as fields of a request body name it, "" if they don't."""
+    if metadata is session_id is prompt_cache_key is None:
+        return ""
     fields: dict[str, Any] = cast(dict[str, Any], metadata) if isinstance(metadata, dict) else {}
     named = (_session_of_user(fields.get("user_id")), fields.get("session_id"), session_id, prompt_cache_key)
     return next((name[:_NAME_CHARACTERS] for name in named if isinstance(name, str) and name), "")

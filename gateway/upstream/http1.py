@@ -74,7 +74,9 @@ class Response:
         "until_close",
     )
 
-    def __init__(self, connection: "Connection", method: str, pause_s: float) -> None:
+    def __init__(
+        self, connection: "Connection", method: str, pause_s: float, loop: asyncio.AbstractEventLoop
+    ) -> None:
         """pause_s: how long no byte of the body may come while one is waited for, 0: for ever."""
         self.status = 0
         self.headers: Headers = []
@@ -83,7 +85,7 @@ class Response:
         self.complete = False
         self._connection: Connection | None = connection
         self._pause_s = pause_s
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._parts: list[bytes] = []
         self._size = 0
         self._take: Callable[[bytes], bool] | None = None
@@ -120,13 +122,18 @@ class Response:
 
         Until that says False, or the last bytes came: those, the end and errors are for `read`.
         """
-        if self._parts or self.complete or self._error is not None:
+        if not self.waits:
             return
         self._take = take
         try:
             await self._more()
         finally:
             self._take = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether `read` would have to wait."""
+        return not (self._parts or self.complete or self._error is not None)
 
     @property
     def read_whole(self) -> bool:
@@ -198,6 +205,7 @@ class Connection(asyncio.Protocol):
     def __init__(
         self, on_free: Callable[["Connection"], None], on_gone: Callable[["Connection"], None]
     ) -> None:
+        self._loop = asyncio.get_running_loop()
         self._on_free = on_free
         self._on_gone = on_gone
         self._transport: asyncio.Transport | None = None
@@ -224,10 +232,10 @@ class Connection(asyncio.Protocol):
         if transport is None or self.closed:
             raise UpstreamError("reset")
         assert self._response is None
-        response = self._response = Response(self, method, pause_s)
+        response = self._response = Response(self, method, pause_s, self._loop)
         self._ended = self.stale = False
         self._framing = 0
-        self._asked_at = asyncio.get_running_loop().time()
+        self._asked_at = self._loop.time()
         if body:
             transport.writelines((head, body))
         else:
@@ -353,16 +361,14 @@ class Connection(asyncio.Protocol):
             self.abort()
             return
         self.resume()
-        self.idle_since = asyncio.get_running_loop().time()
+        self.idle_since = self._loop.time()
         self._on_free(self)
 
     def _gone(self, kind: str, *, clean: bool = False) -> None:
         response, self._response = self._response, None
         if response is not None:
             self.stale = (
-                not response.status
-                and not self._framing
-                and asyncio.get_running_loop().time() - self._asked_at < _STALE_S
+                not response.status and not self._framing and self._loop.time() - self._asked_at < _STALE_S
             )
             whole = clean and response.until_close
             response.end(None if whole else UpstreamError(kind))

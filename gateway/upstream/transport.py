@@ -22,6 +22,11 @@ class UpstreamResponse(Protocol):
         ...
 
     @property
+    def waits(self) -> bool:
+        """Whether the next `read` would have to wait."""
+        ...
+
+    @property
     def read_whole(self) -> bool:
         """Whether the next `read` would give b"" without waiting."""
         ...
