@@ -175,24 +175,19 @@ class Cycle(RequestResponseCycle):
         head, self._head = self._head, b""
         if self.scope["method"] == "HEAD":
             self.expected_content_length = 0
-            body = b""
+            parts = (head,)
         elif self.chunked_encoding:
             end = b"" if more else b"0\r\n\r\n"
-            if len(body) > _SMALL:
-                self.transport.writelines((head + b"%x\r\n" % len(body), body, b"\r\n" + end))
-                head, body = b"", b""
-            elif body:
-                body = b"%x\r\n%b\r\n%b" % (len(body), body, end)
-            else:
-                body = end
+            parts = (head, b"%x\r\n" % len(body), body, b"\r\n" + end) if body else (head, end)
         else:
             self.expected_content_length -= len(body)
             if self.expected_content_length < 0:
                 raise RuntimeError("a body longer than its content-length")
-        if head and len(body) > _SMALL:
-            self.transport.writelines((head, body))
+            parts = (head, body)
+        if len(body) > _SMALL:
+            self.transport.writelines(parts)
         else:
-            self.transport.write(head + body)
+            self.transport.write(b"".join(parts))
         if not more:
             self._complete()
 

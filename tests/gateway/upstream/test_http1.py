@@ -409,3 +409,91 @@ async def test_silence_between_bytes_costs_its_budget_but_only_while_somebody_wa
     assert raised.value.kind == "timeout"
     assert asyncio.get_running_loop().time() - began >= pause_s * 0.9
     assert line.wire.aborted
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=12), st.lists(st.integers(0, 3)))
+def test_pieces_that_are_passed_on_and_pieces_that_are_read_make_the_body(
+    parts: list[bytes], enough_after: list[int]
+) -> None:
+    async def passed() -> None:
+        line, came, given_on = Line(), [], iter(enough_after)
+        response = await line.ask(OK + b"transfer-encoding: chunked\r\n\r\n")
+
+        async def take_all() -> bytes:
+            while True:
+                left = next(given_on, 99)
+
+                def take(piece: bytes) -> bool:
+                    nonlocal left
+                    came.append(piece)
+                    left -= 1
+                    return left > 0
+
+                await response.forward(take)
+                piece = await response.read()
+                if not piece:
+                    return b"".join(came)
+                came.append(piece)
+
+        taking = asyncio.create_task(take_all())
+        await asyncio.sleep(0)
+        for number, part in enumerate(parts):
+            end = b"0\r\n\r\n" if number == len(parts) - 1 else b""
+            line.connection.data_received(b"%x\r\n%b\r\n%b" % (len(part), part, end))
+            if number % 3 == 2:
+                await asyncio.sleep(0)
+        assert await taking == b"".join(parts)
+        assert line.free == 1
+
+    asyncio.run(passed())
+
+
+async def test_the_last_bytes_are_left_to_be_read_so_that_the_end_goes_out_with_them() -> None:
+    line, came = Line(), []
+    response = await line.ask(OK + b"transfer-encoding: chunked\r\n\r\n")
+
+    def take(piece: bytes) -> bool:
+        came.append(piece)
+        return True
+
+    forwarding = asyncio.create_task(response.forward(take))
+    await asyncio.sleep(0)
+    line.connection.data_received(b"1\r\na\r\n")
+    await asyncio.sleep(0)
+    assert came == [b"a"]
+    assert not forwarding.done()
+    line.connection.data_received(b"1\r\nb\r\n0\r\n\r\n")
+    await forwarding
+    assert came == [b"a"]
+    assert await response.read() == b"b"
+    assert response.read_whole
+
+
+async def test_a_worker_that_breaks_off_ends_what_is_passed_on() -> None:
+    line = Line()
+    response = await line.ask(OK + b"transfer-encoding: chunked\r\n\r\n")
+    forwarding = asyncio.create_task(response.forward(lambda _: True))
+    await asyncio.sleep(0)
+    line.connection.eof_received()
+    await forwarding
+    with pytest.raises(UpstreamError):
+        await response.read()
+
+
+async def test_a_worker_that_falls_silent_ends_what_is_passed_on() -> None:
+    line = Line()
+    asked = asyncio.create_task(line.connection.ask("POST", b"head", b"", 0.2))
+    await asyncio.sleep(0)
+    line.connection.data_received(OK + b"transfer-encoding: chunked\r\n\r\n")
+    response = await asked
+    forwarding = asyncio.create_task(response.forward(lambda _: True))
+    for _ in range(5):
+        await asyncio.sleep(0.08)
+        line.connection.data_received(b"1\r\na\r\n")
+    assert not forwarding.done()  # longer than the limit, but never silent for so long
+    async with asyncio.timeout(2):
+        await forwarding
+    with pytest.raises(UpstreamError) as broken:
+        await response.read()
+    assert broken.value.kind == "timeout"
