@@ -84,14 +84,15 @@ class Keys(Sequence[int]):
     """The low 64 bits of each digest, read out of the packed digests on demand."""
 
     __hash__ = None  # type: ignore[assignment]
-    __slots__ = ("_packed", "_width")
+    __slots__ = ("_length", "_packed", "_width")
 
     def __init__(self, packed: bytes, width: int) -> None:
         self._packed: Final = packed
         self._width: Final = width
+        self._length: Final = len(packed) // width
 
     def __len__(self) -> int:
-        return len(self._packed) // self._width
+        return self._length
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -100,7 +101,9 @@ class Keys(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | Keys:
         if isinstance(index, slice):
             return Keys(_cut(self._packed, self._width, index), self._width)
-        end = (range(len(self))[index] + 1) * self._width
+        if not -self._length <= index < self._length:
+            raise IndexError(index)
+        end = (index % self._length + 1) * self._width
         return int.from_bytes(self._packed[end - _KEY_BYTES : end], "big")
 
     def __iter__(self) -> Iterator[int]:
