@@ -4,6 +4,7 @@ It also watches that events can be matched at all: a worker that hashes with ano
 expected publishes keys that no prompt will ever have, and nothing else would show it.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ _RECHECK_EVERY: Final = 256
 PROBE_SESSION: Final = "moongate-probe"
 # Announcements kept of each target, to tell whether blocks came again since a turn was placed: 0.1 MB.
 _LATELY: Final = 1024
+# How long a client's request may wait in an engine's queue and still be known to have asked for a report.
+_REPORT_S: Final = 60.0
+_REPORTS: Final = 64
 # What operators set PYTHONHASHSEED to.
 _COMMON_SEEDS: Final = ("0", "1", "42", "123", "1234")
 
@@ -70,6 +74,7 @@ class Knowledge:
         *,
         index: BlockIndex | None = None,
         max_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_pool_stored` gets target, keys and KV group of blocks that it has just put into the pool.
 
@@ -89,6 +94,8 @@ class Knowledge:
         self._assumed: frozenset[str] = frozenset()
         self._unchecked: dict[str, int] = {}
         self._probed: dict[str, list[Reported]] = {}
+        self._clock = clock
+        self._reporting: dict[str, deque[tuple[float, Sequence[int]]]] = {}
         self._shown_before: dict[str, Shown] = {}
         self._announcements = 0
         # By target: number, first block and length of the latest ones.
@@ -218,6 +225,7 @@ class Knowledge:
             self._groups,
             self._unchecked,
             self._shown_before,
+            self._reporting,
         ):
             noted.pop(target, None)
         self._assumed -= {target}
@@ -238,6 +246,15 @@ class Knowledge:
             probed.remove(reported)
             if not probed:
                 self._probed.pop(target, None)
+
+    def asked_to_report(self, target: str, keys: Sequence[int]) -> None:
+        """A client's request for the chain `keys`, sent to `target` now, has `kv_cache_report_mode: full`.
+
+        As with a probe, but when it runs and whether it does is not known: for a while, whatever repeats the
+        beginning of that chain is taken for the report.
+        """
+        asked = self._reporting.setdefault(target, deque(maxlen=_REPORTS))
+        asked.append((self._clock() + _REPORT_S, keys))
 
     def probed(self, target: str, keys: Sequence[int], hit: int) -> None:
         """A probe showed that of the chain `keys` only the first `hit` blocks were there.
@@ -323,11 +340,13 @@ class Knowledge:
     def _is_report(self, target: str, keys: Sequence[int], session: str | None) -> bool:
         found = session == PROBE_SESSION
         for reported in self._probed.get(target, ()):
-            blocks = len(keys)
-            if blocks <= len(reported.keys) and keys[-1:] == reported.keys[blocks - 1 : blocks]:
-                reported.blocks = max(reported.blocks, blocks)
+            if _begins(reported.keys, keys):
+                reported.blocks = max(reported.blocks, len(keys))
                 found = True
-        return found
+        asked, now = self._reporting.get(target), self._clock()
+        while asked and asked[0][0] < now:
+            asked.popleft()
+        return found or any(_begins(asked_for, keys) for _, asked_for in asked or ())
 
     def _check(self, target: str, event: BlockStored) -> None:
         """Hash the first block as the worker should have, and note whether it did."""
@@ -355,6 +374,11 @@ class Knowledge:
                 self.hash_mismatch.pop(target, None)
             else:
                 self.hash_mismatch[target] = _difference(scheme, fitting)
+
+
+def _begins(whole: Sequence[int], keys: Sequence[int]) -> bool:
+    """Whether `keys` are the beginning of the chain `whole`: a key names all that lies before its block."""
+    return bool(keys) and len(keys) <= len(whole) and whole[len(keys) - 1] == keys[-1]
 
 
 def _hashes_to(tokens: Sequence[int], scheme: HashScheme) -> int | None:

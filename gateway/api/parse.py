@@ -60,6 +60,7 @@ class ParsedTurn(msgspec.Struct, frozen=True):
     session: what the body calls the session it belongs to, "" if it doesn't.
     response_id: the stored response that it goes on from or asks about, "" if none.
     reads_cache: whether the engine looks for cached blocks (with prompt_logprobs, for one, it does not).
+    reports: whether the engine was asked to announce again what it finds cached (`kv_cache_report_mode`).
     one_sequence: whether the answer's usage speaks of one prompt and one sequence only.
     stream: whether the answer is asked for as an event stream.
     """
@@ -71,6 +72,7 @@ class ParsedTurn(msgspec.Struct, frozen=True):
     session: str = ""
     response_id: str = ""
     reads_cache: bool = True
+    reports: bool = False
     one_sequence: bool = True
     stream: bool = False
 
@@ -123,6 +125,7 @@ class _Head(msgspec.Struct):
     metadata: Any = None
     session_id: Any = None
     prompt_cache_key: Any = None
+    vllm_xargs: Any = None
 
 
 class _Chat(msgspec.Struct):
@@ -227,8 +230,16 @@ def _placed(api: Api, rest: bytes, unknown: str = "invalid") -> ParsedTurn:
         unknown=unknown,
         session=session,
         response_id=earlier if isinstance(earlier, str) else "",
+        reports=_asks_for_report(head.vllm_xargs),
         stream=str(head.stream).lower() in _TRUE,
     )
+
+
+def _asks_for_report(vllm_xargs: Any) -> bool:
+    try:
+        return msgspec.convert(vllm_xargs, dict[str, Any]).get("kv_cache_report_mode") == "full"
+    except msgspec.ValidationError:
+        return False
 
 
 def _why_unread(body: bytes) -> str:

@@ -53,6 +53,7 @@ class Sight(msgspec.Struct, frozen=True):
 
     only: the one worker that can answer this turn, "" if any can.
     reads_cache: whether the engine looks for cached blocks at all for this request.
+    reports: whether it announces what it finds once more.
     held: leading blocks per target. pool: leading blocks readable from the pool.
     session: the one it belongs to. last: its client says that none comes after it.
     streams: whether tokens come one by one.
@@ -75,6 +76,7 @@ class Sight(msgspec.Struct, frozen=True):
     streams: bool = False
     guess: int = 0
     facts: Facts = NO_FACTS
+    reports: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -222,6 +224,7 @@ class Router:
                 client.tenant,
                 client.key,
             ),
+            parsed.reports,
         )
 
     def _named_headers(self, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
@@ -319,6 +322,8 @@ class Router:
             keys=sight.keys,
         )
         prompt = sight.understood.prompt
+        if sight.reports:
+            self._knowledge.asked_to_report(target.name, sight.keys)
         stay = self.sessions.placed(
             sight.session,
             sight.model,

@@ -1,5 +1,7 @@
 """A prefix that no event will ever tell of again is found by probes, on the real engine."""
 
+from contextlib import AsyncExitStack
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,7 @@ from store.knowledge import Knowledge
 from store.prompt.request import Ids, Prompt
 from store.streams import EventSource, EventStreams
 from workers.fleet import Fleet
+from workers.launch.vllm import BLOCKS
 from workers.worker import EngineReport, KvEndpoint, ModelCard
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -91,3 +94,25 @@ async def test_b015_what_no_event_tells_of_any_more_is_found_by_probes(fleet: Re
 
 async def degraded(streams: EventStreams, worker: RealWorker) -> bool:
     return streams.state(worker.name) == "degraded"
+
+
+async def test_b011_what_clients_have_announced_again_leaves_no_ghosts(fleet: RealFleet) -> None:
+    worker = fleet.workers[0]
+    tokens = prompt(43, 20)
+    body = {"model": fleet.model, "prompt": tokens.tolist(), "max_tokens": 1}
+    reporting = body | {"vllm_xargs": {"kv_cache_report_mode": "full"}}
+    async with AsyncExitStack() as stack:
+        for other in fleet.workers[1:]:
+            await stack.enter_async_context(fleet.cordoned(other.name))
+        for _ in range(3):
+            answer = await fleet.client.post("/v1/completions", json=reporting)
+            assert answer.status_code == 200, answer.text
+        await fleet.heard_of(worker.name, tokens.tolist())
+        for seed in range(BLOCKS // 100 + 2):
+            await cached(fleet, worker, prompt(1000 + seed, 100))
+
+        async def forgotten() -> bool:
+            candidates = (await fleet.explain(body))["candidates"]
+            return all(c["local_tokens"] == 0 for c in candidates if c["target"] == worker.name)
+
+        await fleet.until(forgotten, budget_s=10)

@@ -197,6 +197,28 @@ def test_b011_a_prefix_reported_again_on_request_is_no_second_copy() -> None:
     assert knowledge.index.match([1, 2]) == {"w": 2}
 
 
+def test_b011_a_report_that_a_client_asked_for_is_no_second_copy_either() -> None:
+    now = [100.0]
+    knowledge = Knowledge(clock=lambda: now[0])
+    knowledge.batch("w", batch(stored([1, 2, 3])))
+    knowledge.asked_to_report("w", [1, 2, 3, 4])
+    now[0] += 30
+    # What was found is announced from the root, what was computed after its parent; of others it means more.
+    knowledge.batch("w", batch(stored([1, 2, 3]), stored([4], parent=3), stored([4], parent=3)))
+    knowledge.batch("v", batch(stored([1, 2, 3]), stored([1, 2, 3])))
+    knowledge.batch("w", batch(BlockRemoved([3], "gpu", 0)))
+    knowledge.batch("v", batch(BlockRemoved([3], "gpu", 0)))
+    assert knowledge.index.match([1, 2, 3, 4]) == {"w": 2, "v": 3}
+    knowledge.batch("w", batch(stored([3], parent=2)))
+    assert knowledge.index.match([1, 2, 3, 4]) == {"w": 4, "v": 3}
+    # Another prompt that was computed twice is there twice.
+    knowledge.batch("w", batch(stored([1, 9]), BlockRemoved([1], "gpu", 0)))
+    assert knowledge.index.match([1, 2]) == {"w": 2, "v": 2}
+    now[0] += 31
+    knowledge.batch("w", batch(stored([1, 2]), BlockRemoved([1], "gpu", 0)))
+    assert knowledge.index.match([1, 2]) == {"w": 2, "v": 2}
+
+
 def test_a_report_brings_back_what_was_not_known() -> None:
     knowledge = Knowledge()
     knowledge.batch("w", batch(stored([3], parent=2)))

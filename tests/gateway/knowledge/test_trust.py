@@ -37,12 +37,12 @@ async def credit(gate: Any) -> int:
         return (await answer.json())["candidates"][0]["local_tokens"]
 
 
-async def turn(gate: Any, tokens: list[int] = TOKENS) -> None:
+async def turn(gate: Any, tokens: list[int] = TOKENS, **more: Any) -> None:
     """One turn, and what its answer teaches."""
     total = gate.gateway.audit.total
     before = total.turns + total.excused
     async with gate.client.post(
-        f"{gate.url}/v1/completions", json={"model": "m", "prompt": tokens}
+        f"{gate.url}/v1/completions", json={"model": "m", "prompt": tokens, **more}
     ) as answer:
         assert answer.status == 200
         await answer.read()
@@ -111,6 +111,23 @@ async def test_b014_what_an_answer_refuted_is_not_promised_again_before_it_is_an
             # It announces again: for half a second what it has just computed counts, too.
             while await credit(gate) != 128:
                 await asyncio.sleep(0.02)
+
+
+async def test_b011_a_report_that_a_client_asks_for_leaves_no_ghost(peers, front, tmp_path: Path) -> None:
+    site = Site()
+    peer: Peer = await peers(site.answer)
+    live, replay, _ = announce_from(peer, tmp_path / "tiny")
+    target = f"127.0.0.1:{peer.port}"
+    with publishing(lambda: Publisher(live, replay)) as publisher:
+        gate = await front(peer)
+        index = gate.gateway.knowledge.index
+        publisher.publish(WHOLE)
+        await gate.until(lambda: index.sizes() == {(target, "gpu"): 8})
+        site.cached = 256
+        await turn(gate, vllm_xargs={"kv_cache_report_mode": "full"})
+        publisher.publish(WHOLE)
+        publisher.publish(removed(KEYS[6:]))
+        await gate.until(lambda: index.sizes() == {(target, "gpu"): 6})
 
 
 async def test_hits_that_nothing_foresaw_show_that_the_worker_hashes_otherwise(
