@@ -176,24 +176,39 @@ def measure_snapshot(blocks: int) -> dict[str, Any]:
     return taken | {"load_s": round(load_s, 2), "mib": size >> 20}
 
 
-def measure_churn(blocks: int) -> dict[str, Any]:
-    """Store and remove everything, in random order, several times: what stays must not grow."""
+def measure_churn(blocks: int, rounds: int) -> dict[str, Any]:
+    """Store and remove everything, in random order, several times: what stays must not grow.
+
+    longest_step_ms: CPU of the longest single call, storing 128 blocks or removing one.
+    """
     index = BlockIndex()
     rng = np.random.default_rng(3)
     resident: list[int] = []
-    for _ in range(5):
+    longest = {"stored": 0.0, "removed": 0.0}
+    copies = 0
+    for _ in range(rounds):
         stored: list[tuple[str, list[int], int | None]] = []
         for target, keys in placements(2500, 8, blocks):
             stored += [(f"worker-{target}", run, parent) for run, parent in events(keys)]
         for at in rng.permutation(len(stored)):
+            start = time.thread_time()
             index.stored(*stored[at])
+            longest["stored"] = max(longest["stored"], time.thread_time() - start)
         held = [(name, key) for name, run, _ in stored for key in run]
+        copies += len(held)
         for at in rng.permutation(len(held)):
+            start = time.thread_time()
             index.removed(held[at][0], [held[at][1]])
+            longest["removed"] = max(longest["removed"], time.thread_time() - start)
         assert index.sizes() == {}
         del stored, held
         resident.append(rss() >> 20)
-    return {"rss_mib_after_each_round": resident, "left": index.memory()}
+    return {
+        "copies": copies,
+        "rss_mib_after_each_round": resident,
+        "left": index.memory(),
+        "longest_step_ms": {what: round(taken * 1e3, 1) for what, taken in longest.items()},
+    }
 
 
 def measure_radix(chain: int, targets: int, blocks: int) -> dict[str, Any]:
@@ -286,8 +301,12 @@ def main() -> None:
         f"{snapshot['longest_step_ms']} at once; loaded in"
         f" {snapshot['load_s']} s, {snapshot['mib']} MiB"
     )
-    churn = apart("churn", 100_000 if arguments.quick else 1_000_000)
-    print(f"resident after each round of storing and removing all, MiB: {churn['rss_mib_after_each_round']}")
+    churn = apart("churn", *((100_000, 5) if arguments.quick else (5_000_000, 3)))
+    print(
+        f"{churn['copies']} copies stored and removed in random order: resident after each round, MiB: "
+        f"{churn['rss_mib_after_each_round']}; left {churn['left']} bytes; longest step, ms of CPU: "
+        f"{churn['longest_step_ms']}"
+    )
     ours, radix = found["ours"], found["radix"]
     result = {
         "match_5000x64_us": ours["match"]["p50"],

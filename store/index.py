@@ -4,7 +4,6 @@ Chosen by measurement (bench/index.py): runs of up to 256 blocks with bit masks 
 from key to run. Every answer is exact: no search assumes that a target holds all that lies before a block.
 """
 
-import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from store.capture import Capture, IndexSnapshot
 from store.events import Tier
 from store.groups import window_hit
 from store.runs import LIMIT, ONES, Run, leading, numbers_of, stretches
+from store.slots import Slots
 
 # What one block and one run take beside the dict of keys, measured over a million blocks (bench/index.py):
 # the key's int object and its place in the run; the run with its masks and its places in the collections.
@@ -65,9 +65,8 @@ class BlockIndex:
         self.evicted = 0
         self._max_bytes: int | None = None
         self._beside: Callable[[], int] = int
-        # Values are numbers, not runs, so that the garbage collector never walks through a dict of millions.
-        self._slot: dict[int, int] = {}
-        self._slots_room = 0
+        self._slot = Slots()
+        self._most = 0
         self._runs: list[Run | None] = []
         self._free: list[int] = []
         self._recent: OrderedDict[Run, None] = OrderedDict()  # the least recently used first
@@ -131,7 +130,7 @@ class BlockIndex:
             self._keep_to(self._max_bytes - self._beside())
 
     def _store(self, holder: _Holder, keys: Sequence[int], parent: int | None, report: bool) -> None:
-        if self._slot.keys().isdisjoint(keys):
+        if self._slot.disjoint(keys):
             run = self._append(holder, keys, parent)
         else:
             run = self._merge(holder, keys, parent, report)
@@ -234,7 +233,7 @@ class BlockIndex:
         """Bytes taken, estimated from counts."""
         copies = sum(len(holder.more) + len(holder.loose) for holder in self._holders.values())
         own = len(self._slot) * _BLOCK_BYTES + len(self._recent) * _RUN_BYTES + copies * _COPY_BYTES
-        return sys.getsizeof(self._slot) + own
+        return self._slot.bytes() + own
 
     def _match(self, keys: Sequence[int], end: int, tier: Tier) -> dict[int, int]:
         """Leading blocks of `keys` by holder's number."""
@@ -295,7 +294,9 @@ class BlockIndex:
             holder.loose, holder.more, holder.blocks = loose, more, len(loose)
             index._tiers[tier] = 0
         for packed, full, partial in snapshot.each_run():
-            run = index._new_run(array("Q", packed).tolist(), None)
+            keys = array("Q", packed).tolist()
+            run = index._new_run(keys, None)
+            index._slot.put(keys, run.slot)
             for number, bits in [*((n, ONES[run.size]) for n in full), *((n, int(b)) for n, b in partial)]:
                 holder = holders[number]
                 run.put(holder.number, bits)
@@ -364,11 +365,12 @@ class BlockIndex:
             if at and not above.partial:
                 self._about_to_change(above)
                 above.extend(keys[:at])
-                self._slot.update(dict.fromkeys(keys[:at], above.slot))
+                self._slot.put(list(keys[:at]), above.slot)
             else:
                 at = 0
         while at < len(keys):
             above = self._new_run(keys[at : at + LIMIT], above)
+            self._slot.put(list(keys[at : at + above.size]), above.slot)
             above.full = holder.bit
             holder.runs.add(above)
             at += above.size
@@ -379,7 +381,6 @@ class BlockIndex:
         run = Run(keys, number, parent, self._captures)
         self._runs[number : number + 1] = [run]
         self._recent[run] = None
-        self._slot.update(dict.fromkeys(keys, number))
         return run
 
     def _merge(self, holder: _Holder, keys: Sequence[int], parent: int | None, report: bool) -> Run | None:
@@ -390,7 +391,7 @@ class BlockIndex:
             number = slot.get(keys[at])
             start = at
             if number is None:
-                while at < end and keys[at] not in slot:
+                while at < end and slot.get(keys[at]) is None:
                     at += 1
                 run = self._append(holder, keys[start:at], keys[start - 1] if start else parent)
                 continue
@@ -468,11 +469,11 @@ class BlockIndex:
         """Keep the living stretches only: each a run of its own, the last one under the present identity."""
         keys, held, above = run.listed(), run.held(), run.parent
         for start, stop in stretches(held ^ ONES[run.size]):
-            for key in keys[start:stop]:
-                del self._slot[key]
+            self._slot.forget(keys[start:stop])
         *others, (last, end) = stretches(held)
         for start, stop in others:
             above = self._new_run(keys[start:stop], above)
+            self._slot.move(keys[start:stop], above.slot)
             for holder, bits in run.partial.items():
                 part = bits >> start & ONES[above.size]
                 above.put(holder, part)
@@ -494,8 +495,7 @@ class BlockIndex:
             self._capture.keep_holder(holder)
 
     def _unlink(self, run: Run) -> None:
-        for key in run.listed():
-            del self._slot[key]
+        self._slot.forget(run.listed())
         self._reparent(run, None)
         run.size = 0  # children may still name it as their parent
         self._runs[run.slot] = None
@@ -565,11 +565,11 @@ class BlockIndex:
 
     def _shrink(self) -> None:
         """Dicts, sets and lists keep the room of their best days: rebuild them once an eighth is used."""
-        self._slots_room = max(self._slots_room, len(self._slot))
-        if self._slots_room < 1024 or len(self._slot) * 8 > self._slots_room:
+        self._slot.shrink()
+        self._most = max(self._most, len(self._slot))
+        if self._most < 1024 or len(self._slot) * 8 > self._most:
             return
-        self._slots_room = len(self._slot)
-        self._slot = dict(self._slot)
+        self._most = len(self._slot)
         self._recent = OrderedDict(self._recent)
         for holder in self._holders.values():
             holder.runs = set(holder.runs)
@@ -581,7 +581,10 @@ class BlockIndex:
 
 
 def _common_hit(holders: Sequence[_Holder], found: dict[int, int], keys: Sequence[int]) -> int:
-    """The longest prefix on which all groups of a target agree; `found`: what those in runs hold."""
+    """The longest prefix on which all groups of a target agree; `found`: what those in runs hold.
+
+    None without a full group: after a gap a window's end may be announced long before any full block.
+    """
     full = [holder for holder in holders if holder.need is None]
     hit = min((found.get(holder.number, 0) for holder in full), default=0)
     listed = list(keys[:hit])

@@ -262,3 +262,13 @@ def test_a_block_that_came_back_is_not_given_up_with_the_rest_of_its_run() -> No
     index.removed("a", [1])
     index.stored("a", [1], None)
     assert index.match([1, 2]) == {"a": 2}
+
+
+def test_b052_window_groups_alone_get_no_credit() -> None:
+    """A hybrid model's full group may be there and not known: what it holds was announced before a gap."""
+    index = BlockIndex()
+    index.describe("w", 0, 2)
+    index.stored("w", [1, 2, 3, 4], None)
+    assert index.match([1, 2, 3, 4], limit=4) == {}
+    index.stored("w", [1, 2, 3], None, group=1)
+    assert index.match([1, 2, 3, 4], limit=4) == {"w": 3}
