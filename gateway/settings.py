@@ -203,7 +203,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
     return f"; nearest: {found[0]}" if found else ""
 
 
-_AT = re.compile(r"^(.*?)(?: - at `(?:key in )?\$\.?(.*)`)?$", re.DOTALL)
+_AT = re.compile(r"^(.*?)(?: - at (?:`key` in )?`(?:key in )?\$\.?(.*)`)?$", re.DOTALL)
 
 
 def _convert(document: Mapping[str, Any], struct: type[Settings], source: str) -> Settings:

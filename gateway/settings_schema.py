@@ -117,6 +117,28 @@ class ModelSettings(Section, frozen=True):
     cache_prefix: Annotated[
         str, Meta(description="The store connector's `cache_prefix` of this model's pool keys.")
     ] = ""
+    pool_namespace: Annotated[
+        str,
+        Meta(
+            pattern="^(@[^,]+)?$",
+            description="What follows the model's name in its pool keys, for workers with `store_tp_size` or "
+            "`enable_store_tp_lcm`: `@store_tp:...@store_pp:...@store_format:...`, verbatim.",
+        ),
+    ] = ""
+    pool_ranks: Annotated[
+        dict[Literal["tp", "pp", "pcp", "dcp"], Annotated[int, Meta(ge=1, le=1024)]],
+        Meta(
+            description="Ranks with objects of their own for each block in the pool, by kind: `tp`, `pp`, "
+            "`pcp`, `dcp`; those left out are 1. Empty: read off stored blocks."
+        ),
+    ] = {}
+    pool_groups: Annotated[
+        dict[Annotated[str, Meta(pattern="^[0-9]{1,3}$")], Count],
+        Meta(
+            description="KV groups of this model in the pool, by number: tokens of a sliding window, 0 for "
+            "full attention. Empty: as workers' events show them."
+        ),
+    ] = {}
 
 
 class PromptSettings(Section, frozen=True):

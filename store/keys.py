@@ -41,6 +41,7 @@ class KeyLayout:
     hold right before the end of a prefix, where all others must hold every block.
     namespace: `@store_pp:...` text of the opt-in shared layouts, verbatim.
     dcp_ranks: decode-context ranks; above 1 they are a subdivision of the tensor-parallel ranks.
+    given: the ranks are those of the configuration, not to be read off stored blocks.
     """
 
     model: str
@@ -52,6 +53,7 @@ class KeyLayout:
     pcp_ranks: int = 1
     dcp_ranks: int = 1
     windows: tuple[tuple[int, int], ...] = ()
+    given: bool = False
 
     @property
     def name(self) -> str:

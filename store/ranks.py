@@ -34,7 +34,7 @@ class Ranks:
     def of(self, layout: KeyLayout) -> KeyLayout:
         """`layout` with the ranks that its blocks were found to have."""
         seen = self._seen.get(_name(layout))
-        if seen is None:
+        if seen is None or layout.given:
             return layout
         found = seen.layout
         return replace(
@@ -46,7 +46,7 @@ class Ranks:
         )
 
     def known(self, layout: KeyLayout) -> bool:
-        return _name(layout) in self._seen
+        return layout.given or _name(layout) in self._seen
 
     def missed(self, layout: KeyLayout) -> bool:
         """Whether blocks that should have been there were looked for and none was ever found."""
@@ -55,6 +55,8 @@ class Ranks:
     def due(self, layout: KeyLayout, blocks: int) -> bool:
         """Whether to look now, at a chain whose first `blocks` are there as far as is known."""
         now, seen = self._clock(), self._seen.get(_name(layout))
+        if layout.given:
+            return False
         if seen is None:
             return blocks > 0
         return now >= seen.due and now >= self._retry.get(_name(layout), now)

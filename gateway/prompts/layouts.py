@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from gateway.settings import ModelSettings
-from store.groups import NEVER
+from store.groups import NEVER, blocks_needed
 from store.keys import KeyLayout
 from workers.fleet import Fleet, UnknownWorker
 from workers.worker import ModelCard, Worker
@@ -13,7 +13,9 @@ Groups = Mapping[int, int | None]
 
 
 class Layouts:
-    """But for ranks: no worker says how many it has, so the pool view reads them off stored blocks."""
+    """But for ranks, unless they are set: no worker says how many it has, so the pool view reads them off
+    stored blocks.
+    """
 
     def __init__(
         self, fleet: Fleet, models: Mapping[str, ModelSettings], groups: Callable[[str], Groups]
@@ -30,13 +32,25 @@ class Layouts:
         has, to have one group.
         """
         base = worker.card(card.parent) or card
-        groups = self._shown(worker) or self._shown_by_others(base) or {0: None}
+        settings = self._models.get(card.id) or self._models.get(base.id) or ModelSettings()
+        groups = (
+            _configured(settings, worker.report.block_size)
+            or self._shown(worker)
+            or self._shown_by_others(base)
+            or {0: None}
+        )
         if NEVER in groups.values():
             return None
-        settings = self._models.get(card.id) or ModelSettings()
+        ranks = settings.pool_ranks
         return KeyLayout(
             model=base.root,
             cache_prefix=settings.cache_prefix,
+            namespace=settings.pool_namespace,
+            tp_ranks=ranks.get("tp", 1),
+            pp_ranks=ranks.get("pp", 1),
+            pcp_ranks=ranks.get("pcp", 1),
+            dcp_ranks=ranks.get("dcp", 1),
+            given=bool(ranks),
             groups=tuple(sorted(groups)),
             windows=tuple((group, need) for group, need in sorted(groups.items()) if need is not None),
         )
@@ -70,3 +84,11 @@ class Layouts:
     def _shown_by_others(self, base: ModelCard) -> Groups | None:
         same = (w for w in self._fleet.workers() if any(card.root == base.root for card in w.models))
         return next((groups for worker in same if (groups := self._shown(worker))), None)
+
+
+def _configured(settings: ModelSettings, reported_block_size: int) -> Groups:
+    block_size = settings.block_size or reported_block_size
+    return {
+        int(group): blocks_needed("sliding_window", window, block_size) if window else None
+        for group, window in settings.pool_groups.items()
+    }

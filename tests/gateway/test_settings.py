@@ -161,6 +161,21 @@ def test_a_place_that_events_can_not_be_had_from_is_refused(events: str) -> None
     assert load(None, {}, {"mooncake.events": "tcp://[::1]:5557"}).mooncake.events
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("pool_ranks", {"xp": 2}),
+        ("pool_ranks", {"tp": 0}),
+        ("pool_groups", {"first": 0}),
+        ("pool_groups", {"0": -1}),
+        ("pool_namespace", "store_tp:4"),
+    ],
+)
+def test_key_layouts_that_no_engine_has_are_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=rf"models.*{key}"):
+        load(None, {}, {"models": {"m": {key: value}}})
+
+
 def test_the_documented_table_is_the_real_one() -> None:
     documented = Path(__file__).parents[2].joinpath("docs", "configuration.md").read_text("utf-8")
     for key in keys():

@@ -134,7 +134,11 @@ class PublishingMaster:
 async def publishing_master() -> AsyncGenerator[PublishingMaster]:
     master = PublishingMaster()
     application = web.Application(handler_args={"max_line_size": 1 << 20})
-    application.router.add_get("/{path:.*}", master.answer)
+
+    async def answer(request: web.Request) -> web.Response:
+        return await master.answer(request)
+
+    application.router.add_get("/{path:.*}", answer)
     runner = web.AppRunner(application, max_line_size=1 << 20, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -43,6 +43,32 @@ def test_b060_groups_are_those_that_events_have_shown_of_it_or_of_others_of_its_
     assert site.layouts.of(new, BASE) == KeyLayout("/models/base")
 
 
+def test_b061_what_is_set_of_a_models_keys_overrides_what_is_learned() -> None:
+    namespace = "@store_tp:4@store_pp:1@store_format:v1"
+    site = Site(
+        base=ModelSettings(
+            block_size=32,
+            pool_namespace=namespace,
+            pool_ranks={"tp": 4, "dcp": 2},
+            pool_groups={"0": 65, "2": 0},
+        )
+    )
+    worker = site.add("w1", BASE, ADAPTER)
+    site.groups = {"w1": {0: None, 1: NEVER}}
+    layout = site.layouts.of(worker, BASE)
+    assert layout == KeyLayout(
+        "/models/base",
+        namespace=namespace,
+        tp_ranks=4,
+        dcp_ranks=2,
+        groups=(0, 2),
+        windows=((0, 2),),
+        given=True,
+    )
+    assert site.layouts.of(worker, ADAPTER) == layout
+    assert layout.prefixes()[1] == f"base{namespace}@tp_rank:1@pcp0@dcp1@pp_rank:0@group:0@"
+
+
 def test_blocks_of_an_adapter_lie_under_its_base_models_name() -> None:
     site = Site()
     worker = site.add("w1", BASE, ADAPTER)
