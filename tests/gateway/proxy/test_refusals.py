@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,33 @@ async def test_an_unknown_worker_has_a_code_of_its_own(front) -> None:
     gate = await front()
     async with gate.client.get(f"{gate.url}/admin/v1/workers/none", headers=ADMIN) as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (404, "worker_not_found")
+
+
+async def test_b078_every_call_of_the_gateways_own_carries_the_workers_key(peers, front) -> None:
+    async def answer(_: Received, connection: Connection) -> None:
+        await connection.answer(404, b"{}", "content-type: application/json")
+
+    workers = [await peers(answer), await peers(answer)]
+    for peer in workers:
+        peer.pages["/metrics"] = (
+            b'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
+        )
+    env = {"MOONGATE_WORKERS__API_KEY": "worker-key", "MOONGATE_PROMPT__SOURCE": "remote"}
+    gate = await front(*workers, env=env)
+    form = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
+    for method, path, body, kind in (
+        ("POST", "/v1/chat/completions", b'{"model":"m","messages":[]}', "application/json"),
+        ("GET", "/v1/responses/r1", b"", "application/json"),
+        ("POST", "/v1/audio/transcriptions", form, "multipart/form-data; boundary=b"),
+    ):
+        headers = {"content-type": kind, "authorization": "Bearer client-key"}
+        async with gate.client.request(method, gate.url + path, data=body, headers=headers) as got:
+            assert got.status == 404
+    received = [request for peer in workers for request in peer.received]
+    paths = Counter(request.target for request in received)
+    assert paths.keys() == {
+        *("/v1/chat/completions/render", "/v1/chat/completions"),
+        *("/v1/responses/r1", "/v1/audio/transcriptions"),
+    }
+    for request in received:
+        assert request.header("authorization") == ["Bearer worker-key"], request.target
