@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -27,6 +28,9 @@ def worker(
     ),
     port: Annotated[int, typer.Option(help="HTTP port; the three above it are used too.")] = 8101,
     mooncake: Annotated[str | None, typer.Option(help="HOST:PORT of the Mooncake master.")] = None,
+    segment_gib: Annotated[
+        float, typer.Option(min=0.0, help="This worker's share of the pool, GiB; the tiny model's is small.")
+    ] = 4.0,
     python: Annotated[Path | None, typer.Option(help="Interpreter that has vLLM.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact command and end.")] = False,
     url: Url = None,
@@ -37,6 +41,9 @@ def worker(
     from workers.launch.vllm import command
 
     spec = _worker_spec(model, host, port, mooncake, python, tuple(context.args), elsewhere=dry_run)
+    if model:
+        segment_bytes = int(segment_gib * (1 << 30))
+        spec = replace(spec, demonstration=False, segment_bytes=segment_bytes, buffer_bytes=1 << 30)
     argv, variables = command(spec)
     if dry_run:
         _print_command(spec, argv, variables)

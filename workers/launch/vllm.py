@@ -1,4 +1,4 @@
-"""One real vLLM CPU worker: the exact command line and environment Moongate needs.
+"""One real vLLM worker: the exact command line and environment Moongate needs.
 
 `command` is pure, so the same words serve to start a worker, to print it (`--dry-run`) and to test it.
 """
@@ -24,7 +24,9 @@ class VllmWorkerSpec:
     `directory` is the worker's own: its working directory (unix sockets land there) and the place of its
     Mooncake configuration. `cache` outlives the worker and may be shared: what vLLM learned about the model
     (saves about 5 s at the next start). `mooncake` is the master's RPC address, None = no pool.
-    `max_model_len` 0 = as long as the cache and the model's positions allow.
+    `max_model_len` 0 = as long as the cache and the model's positions allow. `demonstration`: several share
+    one machine's CPUs, with small caches; without it sizes are vLLM's to choose, and tools a matter of the
+    model (`extra_args`).
     """
 
     python: Path
@@ -49,6 +51,7 @@ class VllmWorkerSpec:
     hash_seed: str | None = None
     load_format: str = "dummy"
     offline: bool = True
+    demonstration: bool = True
     extra_args: tuple[str, ...] = ()
 
     @property
@@ -75,19 +78,14 @@ def command(spec: VllmWorkerSpec) -> tuple[list[str], dict[str, str]]:
         f"--host={spec.host}",
         f"--port={spec.port}",
         f"--load-format={spec.load_format}",
-        "--enforce-eager",
         f"--block-size={spec.block_size}",
-        f"--num-gpu-blocks-override={spec.blocks}",
-        f"--max-model-len={_max_model_len(spec)}",
-        f"--max-num-seqs={spec.max_num_seqs}",
+        *(_small(spec) if spec.demonstration else ()),
         "--enable-prefix-caching",
         f"--prefix-caching-hash-algo={spec.hash_algo}",
         "--enable-prompt-tokens-details",
         "--enable-server-load-tracking",
         "--enable-scale-out",
         "--enable-request-id-headers",
-        "--enable-auto-tool-choice",
-        "--tool-call-parser=hermes",
         "--disable-uvicorn-access-log",
         f"--kv-events-config={_compact(_events_config(spec))}",
     ]
@@ -111,6 +109,18 @@ def mooncake_config(spec: VllmWorkerSpec) -> dict[str, Any]:
         "global_segment_size": spec.segment_bytes,
         "local_buffer_size": spec.buffer_bytes,
     }
+
+
+def _small(spec: VllmWorkerSpec) -> list[str]:
+    """Flags of a demonstration with the tiny model, or one that fits beside others."""
+    return [
+        "--enforce-eager",
+        f"--num-gpu-blocks-override={spec.blocks}",
+        f"--max-model-len={_max_model_len(spec)}",
+        f"--max-num-seqs={spec.max_num_seqs}",
+        "--enable-auto-tool-choice",
+        "--tool-call-parser=hermes",
+    ]
 
 
 def _max_model_len(spec: VllmWorkerSpec) -> int:
@@ -161,17 +171,20 @@ def _environment(spec: VllmWorkerSpec) -> dict[str, str]:
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        # Engine core inside the server process: 1.0 instead of 1.4 GB, up in 16 instead of 22 s (2 cores).
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
         # Relative on purpose: a unix socket's path may have 107 bytes, and the working directory can be deep.
         "VLLM_RPC_BASE_PATH": ".",
         # vLLM leaves its process-group rendezvous file (vllm_dist_*) behind; here it goes with the directory.
         "TMPDIR": str(spec.directory),
         "VLLM_CACHE_ROOT": str(spec.cache),
     }
+    if spec.demonstration:
+        env |= {
+            # Engine core in the server process: 1.0 instead of 1.4 GB, up in 16 instead of 22 s (2 cores).
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
     if spec.mooncake is not None:
         env["MOONCAKE_CONFIG_PATH"] = str(spec.directory / MOONCAKE_CONFIG)
         env["MOONCAKE_REQUESTER_LOCAL_HOSTNAME"] = spec.segment

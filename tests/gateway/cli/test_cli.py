@@ -163,6 +163,7 @@ def test_worker_dry_run_prints_a_command_that_a_shell_understands(tmp_path: Path
     subprocess.run(write, shell=True, check=True, cwd=tmp_path)
     config = json.loads((tmp_path / ".moongate/worker-21510/mooncake.json").read_text("utf-8"))
     assert config["master_server_address"] == "127.0.0.1:50051"
+    assert config["global_segment_size"] == 4 << 30
     words = shlex.split(run.replace("\\\n", " "))
     assert words[0] == "env"
     assert words[1:3] == ["-u", "PYTHONHASHSEED"]
@@ -176,6 +177,9 @@ def test_worker_dry_run_needs_neither_the_model_nor_the_engine_here(tmp_path: Pa
     done = moongate("worker", "--model", "/models/name", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "--model=/models/name" in done.stdout
+    # Sizes of the demonstration, and what makes it small, are not for a model of one's own.
+    for word in ("--num-gpu-blocks-override", "--enforce-eager", "--max-num-seqs", "OMP_NUM_THREADS"):
+        assert word not in done.stdout
     assert "--served-model-name=name" in done.stdout
     assert moongate("worker", "--model", "/models/name", cwd=tmp_path).returncode == 2
 
