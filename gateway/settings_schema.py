@@ -194,7 +194,7 @@ class Rates(Section, frozen=True):
 
 
 class Routing(Section, frozen=True):
-    policy: Annotated[str, Meta(description="Name of the routing policy.")] = "longest_prefix"
+    policy: Annotated[str, Meta(description="Name of the routing policy.")] = "expected_ttft"
     headers: Annotated[
         Literal["off", "debug"],
         Meta(description="debug: every answer carries the `x-moongate-*` headers of its decision."),

@@ -20,6 +20,9 @@ class ExpectedTtftOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         float,
         Meta(ge=0, description="How much a second of recent work counts, as a share of one still ahead."),
     ] = RECENT_WEIGHT
+    new_recent_weight: Annotated[
+        float, Meta(ge=0, description="recent_weight for the first turn of a session.")
+    ] = 1.0
     tie_ms: Annotated[
         float, Meta(ge=0, description="Targets whose costs differ by less, in milliseconds, are equals.")
     ] = 2.0
@@ -36,13 +39,14 @@ class ExpectedTtft:
     """The lowest expected time to first token; of equals the longest local prefix, then by load.
 
     Use it when rates differ, between workers or over time, or when pulling, computing and waiting are all
-    real choices.
+    real choices. Where a session begins is where it will mostly stay, so that recent work counts in full then.
     """
 
-    __slots__ = ("_recent_weight", "_tie_s", "_tie_share")
+    __slots__ = ("_new_recent_weight", "_recent_weight", "_tie_s", "_tie_share")
 
     def __init__(self, options: ExpectedTtftOptions = _DEFAULTS) -> None:
         self._recent_weight = options.recent_weight
+        self._new_recent_weight = options.new_recent_weight
         self._tie_s = options.tie_ms / 1e3
         self._tie_share = options.tie_share
 
@@ -50,7 +54,7 @@ class ExpectedTtft:
         able = eligible(candidates)
         if not able:
             return unplaced("expected_ttft", candidates)
-        weight = self._recent_weight
+        weight = self._weight(turn)
         totals = [sum(costs(turn, c, weight)) for c in able]
         lowest = min(totals)
         bound = lowest + max(self._tie_s, lowest * self._tie_share)
@@ -72,12 +76,15 @@ class ExpectedTtft:
     def shortlist(self, turn: Turn, fleet: Columns) -> Places:
         """Those among equals, and who is so near to it that more exact figures may tell."""
         able = fleet.able
-        totals = total_costs(turn, fleet, self._recent_weight)[able]
+        totals = total_costs(turn, fleet, self._weight(turn))[able]
         lowest = totals.min(initial=inf)
         return able[totals <= lowest + max(self._tie_s, lowest * self._tie_share) + _NEAR_S]
 
     def _terms(self, turn: Turn, candidate: Candidate) -> dict[str, float]:
-        return dict(zip(TERMS, costs(turn, candidate, self._recent_weight), strict=True))
+        return dict(zip(TERMS, costs(turn, candidate, self._weight(turn)), strict=True))
+
+    def _weight(self, turn: Turn) -> float:
+        return self._new_recent_weight if turn.new else self._recent_weight
 
 
 def _reason(chosen: Candidate, able: Sequence[Candidate]) -> str:

@@ -24,6 +24,20 @@ class LongestPrefixOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tr
     recent_weight: Annotated[
         float, Meta(ge=0, description="How much a token of recent work counts, as a share of a queued one.")
     ] = 0.1
+    turn_tokens: Annotated[
+        float, Meta(ge=0, description="Tokens of work that each turn under way counts as: it decodes.")
+    ] = 256
+    sibling_margin_tokens: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="margin_tokens for a session's first turn, behind turns that compute its head. "
+            "Where its head is there already it has none.",
+        ),
+    ] = 2048
+    new_recent_weight: Annotated[
+        float, Meta(ge=0, description="recent_weight for the first turn of a session.")
+    ] = 1.0
 
 
 _DEFAULTS = LongestPrefixOptions()
@@ -33,14 +47,14 @@ class LongestPrefix:
     """Holder first; the pool is the way out when the holder is busy.
 
     Use it when conversations grow and come back: it needs no measured rates. Ties and misses go by load.
+    Where a session begins is where it will stay, so a new one goes by load sooner: a head that it shares with
+    others is computed once on each target, while all sessions on one would wait there for good.
     """
 
-    __slots__ = ("_margin", "_pull_cost", "_recent_weight")
+    __slots__ = ("_options",)
 
     def __init__(self, options: LongestPrefixOptions = _DEFAULTS) -> None:
-        self._pull_cost = options.pull_cost
-        self._margin = options.margin_tokens
-        self._recent_weight = options.recent_weight
+        self._options = options
 
     def __call__(self, turn: Turn, candidates: Sequence[Candidate]) -> Decision:
         able = eligible(candidates)
@@ -70,16 +84,25 @@ class LongestPrefix:
         if load_key(lightest) >= load_key(holder):
             return holder, "longest local prefix"
         behind = sum(self._terms(turn, holder).values()) - sum(self._terms(turn, lightest).values())
-        if behind > self._margin:
+        if behind > self._margin(turn, holder):
             return lightest, "holder busy"
         return holder, "longest local prefix"
 
+    def _margin(self, turn: Turn, holder: Candidate) -> float:
+        if not turn.new:
+            return self._options.margin_tokens
+        computing = holder.coming_tokens > holder.local_tokens
+        return self._options.sibling_margin_tokens if computing else 0.0
+
     def _terms(self, turn: Turn, candidate: Candidate) -> dict[str, float]:
+        options, weight = self._options, candidate.weight
+        recent_weight = options.new_recent_weight if turn.new else options.recent_weight
         local = max(candidate.local_tokens, candidate.coming_tokens)
         pulled = max(0, candidate.pool_tokens - local)
         return {
-            "queued": candidate.queued_tokens / candidate.weight,
-            "recent": candidate.recent_tokens / candidate.weight * self._recent_weight,
-            "pull": pulled * self._pull_cost,
+            "queued": candidate.queued_tokens / weight,
+            "inflight": candidate.inflight / weight * options.turn_tokens,
+            "recent": candidate.recent_tokens / weight * recent_weight,
+            "pull": pulled * options.pull_cost,
             "compute": float(max(0, turn.prompt_tokens - max(local, candidate.pool_tokens))),
         }

@@ -15,7 +15,7 @@ from policies.types import Policy
 
 GROUP = "moongate.policies"
 
-DEFAULT = "longest_prefix"
+DEFAULT = "expected_ttft"
 
 
 class UnknownPolicy(ValueError):

@@ -19,6 +19,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     block_size: tokens in a KV block; 0 when not known.
     session: what its session is known by; "" if by nothing.
     head: the chain's key at the end of the prompt's head (its first 1,024 tokens or fewer); 0 when not known.
+    new: of a prompt that is known: no turn of its session was seen before.
     """
 
     prompt_tokens: int
@@ -27,6 +28,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     block_size: int = 0
     session: str = ""
     head: int = 0
+    new: bool = False
 
 
 Confidence = tuple[float, float, float, float, float, float, float]

@@ -147,23 +147,24 @@ class PolicyChooser:
         chain, prompt = job.asked.chain, job.asked.prompt_tokens
         limit = (prompt - 1) // self._size
         head = min(_HEAD_TOKENS // self._size, prompt // self._size)
+        keys = chain[: limit + 1]
+        full = keys[: prompt // self._size]
+        known = self._sessions.find(f"s{job.session}", "", full)
         turn = Question(
             prompt,
             self._random.random(),
             self._number,
             self._size,
-            f"s{job.session}",
+            known.name,
             chain[head - 1] if head else 0,
+            known.new,
         )
-        keys = chain[: limit + 1]
         decision = self._policy(turn, self._candidates(turn, chain, keys, limit, now))
         chosen = decision.chosen
         if chosen is None:
             return None
         self._number += 1
         ticket = self._ledger.sent(turn, chosen, now, keys=keys)
-        full = keys[: prompt // self._size]
-        known = self._sessions.find(turn.session, "", full)
         stay = self._sessions.placed(
             known, "", full, chosen.target, now, tokens=prompt, block_size=self._size
         )

@@ -99,7 +99,8 @@ class Sight(msgspec.Struct, frozen=True):
         keys, size = self.keys, self.block_size
         last = min(len(keys), _HEAD_TOKENS // size) if size else 0
         head = keys[last - 1] if last else 0
-        return Turn(self.prompt_tokens, self.draw, number, size, self.session.name, head)
+        new = self.session.new and len(keys) > 0
+        return Turn(self.prompt_tokens, self.draw, number, size, self.session.name, head, new)
 
 
 class Client(msgspec.Struct, frozen=True):

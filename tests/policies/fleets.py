@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from policies.types import Candidate, Rates, Turn
 
 
-def turn(prompt: int = 10_000, draw: float = 0.0, **more: int | str) -> Turn:
+def turn(prompt: int = 10_000, draw: float = 0.0, **more: int | str | bool) -> Turn:
     return Turn(prompt, draw, **more)  # type: ignore[arg-type]
 
 
@@ -62,4 +62,5 @@ turns = st.builds(
     number=st.integers(0, 1000),
     session=st.sampled_from(["", "one", "another"]),
     head=st.integers(0, 2**64 - 1),
+    new=st.booleans(),
 )

@@ -14,8 +14,8 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"polcy": "random"}, "polcy", "allowed: policy, options, rules, guards, fallback"),
     ({"policy": "fastest"}, "policy", "allowed: expected_ttft, least_loaded"),
     ({"policy": 3}, "policy", "Expected str, got int"),
-    ({"options": {"margin": 1}}, "options.margin", "it takes margin_tokens, pull_cost"),
-    ({"options": {"pull_cost": -1}}, "options.pull_cost", "Expected float >= 0"),
+    ({"policy": "longest_prefix", "options": {"margin": 1}}, "options.margin", "it takes margin_tokens, new_recent_weight, pull_cost"),
+    ({"policy": "longest_prefix", "options": {"pull_cost": -1}}, "options.pull_cost", "Expected float >= 0"),
     ({"rules": [{}, {"polcy": "x"}]}, "rules[1].polcy", "allowed: name, match, policy"),
     ({"rules": [{"policy": "x"}]}, "rules[0].policy", "allowed: expected_ttft"),
     ({"rules": [{"match": {"modell": []}}]}, "rules[0].match.modell", "allowed: model, alias"),
@@ -67,7 +67,12 @@ def test_what_was_read_reads_the_same_again() -> None:
     }
     document = read(given)
     assert read(plain(document)) == document
-    assert plain(read({})) == {"policy": "longest_prefix"}
+    assert plain(read({})) == {"policy": "expected_ttft"}
+    # What is kept must mean the same after the default has changed.
+    assert plain(read({"policy": "random", "rules": [{"name": "x"}]})) == {
+        "policy": "random",
+        "rules": [{"name": "x", "policy": "expected_ttft"}],
+    }
 
 
 def test_the_schema_names_policies_and_their_options() -> None:
@@ -81,7 +86,8 @@ FLEET = [Candidate("big-1"), Candidate("big-2"), Candidate("small-1", local_toke
 
 
 def decide(toml: str, prompt: int = 100, fleet: list[Candidate] = FLEET, **facts: Any) -> Decision:
-    return Plan(read(tomllib.loads(toml))).decide(turn(prompt), fleet, Facts(**facts))
+    document = {"policy": "longest_prefix", **tomllib.loads(toml)}
+    return Plan(read(document)).decide(turn(prompt), fleet, Facts(**facts))
 
 
 RULES = """
@@ -128,7 +134,7 @@ spill = false
             "",
             {"small-1"},
         ),
-        (100, {"model": "x", "alias": "fast"}, "longest_prefix", "closed", {None}),
+        (100, {"model": "x", "alias": "fast"}, "expected_ttft", "closed", {None}),
         (100, {"tenant": "acme", "key": "sha256:0123456789ab"}, "random", "acme", {"big-1"}),
         (100, {"tenant": "acme", "key": "ci-2"}, "random", "acme", {"big-1"}),
         (100, {"tenant": "acme", "key": "other"}, "longest_prefix", "", {"small-1"}),

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 
 from fleets import candidates, draws, turn, turns
 from policies import registry
-from policies.candidates import Standing, candidate
+from policies.candidates import NOTHING, Prefix, Standing, candidate
 from policies.document import read
-from policies.ledger import Ledger
+from policies.ledger import Ledger, Ticket
 from policies.plan import Plan
 from policies.types import Candidate, Turn
 
@@ -182,6 +182,45 @@ def test_imbalance_is_bounded_when_turns_come_one_at_a_time(name: str, seed: flo
     spread = max(recent.values()) - min(recent.get(t, 0.0) for t in "abcd")
     # A head's worth of work over what margins, slack and a share of recent work allow.
     assert spread <= 170_000 + 12_000
+
+
+@pytest.mark.parametrize("answer_s", [0.0, 20.0], ids=["one at a time", "many under way"])
+@pytest.mark.parametrize("tail", [20, 200, 2000])
+@pytest.mark.parametrize("head", [1024, 8192])
+@pytest.mark.parametrize("name", PREFIX_AWARE)
+def test_b021_new_sessions_that_share_a_head_do_not_all_go_to_who_has_it(
+    name: str, head: int, tail: int, answer_s: float
+) -> None:
+    """138 in a minute: what all of them went to one worker by, and the other had none."""
+    decide, ledger, held = registry.make(name), Ledger(), set[str]()
+    counts: Counter[str] = Counter()
+    under_way: list[tuple[float, Ticket]] = []
+    for i in range(138):
+        now = i * 60 / 138
+        while under_way and under_way[0][0] <= now:
+            under_way.pop(0)[1].ended(now)
+        fleet = [
+            candidate(
+                t,
+                ledger.load(t, now),
+                ledger.rates(t, now),
+                Standing(),
+                Prefix(local=head) if t in held else NOTHING,
+            )
+            for t in "ab"
+        ]
+        asked = turn(head + tail, (i * 0.618) % 1, number=i, session=f"s{i}", head=1, new=True)
+        chosen = decide(asked, fleet).chosen
+        assert chosen is not None
+        counts[chosen.target] += 1
+        held.add(chosen.target)
+        ticket = ledger.sent(asked, chosen, now)
+        ticket.first_token(now + 0.1, answered=False)
+        under_way.append((now + max(0.2, answer_s), ticket))
+    if tail * 138 < head and (name == "expected_ttft" or not answer_s):
+        return  # All of it is less than computing the head again, and no first token waits.
+    # The other one was as much ahead as the head takes.
+    assert max(counts.values()) <= 1.15 * 69 + min(15, head / tail)
 
 
 @pytest.mark.parametrize("name", ["least_loaded", "random", "expected_ttft", "session"])

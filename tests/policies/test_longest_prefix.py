@@ -100,5 +100,55 @@ def test_b047_the_decision_shows_both_terms_and_the_margin_changes_it() -> None:
     decision = patient(turn(), busy)
     assert decision.target == "a"
     terms = {s.candidate.target: dict(s.terms) for s in decision.scored}
-    assert terms["a"] == {"queued": 5000.0, "recent": 0.0, "pull": 0.0, "compute": 400.0}
-    assert terms["b"] == {"queued": 0.0, "recent": 0.0, "pull": 960.0, "compute": 400.0}
+    assert terms["a"] == {"queued": 5000.0, "inflight": 0.0, "recent": 0.0, "pull": 0.0, "compute": 400.0}
+    assert terms["b"] == {"queued": 0.0, "inflight": 0.0, "recent": 0.0, "pull": 960.0, "compute": 400.0}
+
+
+def shared(target: str, **load: float) -> Candidate:
+    return Candidate(target, local_tokens=8000, **load)  # type: ignore[arg-type]
+
+
+FIRST_TURNS = [
+    ("a new session goes where its head is", [shared("a"), Candidate("b")], "a"),
+    (
+        "a new session leaves its head where more was done lately than the head takes",
+        [shared("a", recent_tokens=9000), Candidate("b", recent_tokens=900)],
+        "b",
+    ),
+    (
+        "and where answers are under way that are as much",
+        [shared("a", inflight=40), Candidate("b", inflight=8)],
+        "b",
+    ),
+    ("a head in both is no reason for either", [shared("a", recent_tokens=10), shared("b")], "b"),
+    (
+        "with a pool a tenth of that is enough",
+        [shared("a", recent_tokens=900, pool_tokens=8000), Candidate("b", pool_tokens=8000)],
+        "b",
+    ),
+    (
+        "a few siblings wait for their head where it is being computed",
+        [Candidate("a", coming_tokens=8000, queued_tokens=8200, inflight=4), Candidate("b")],
+        "a",
+    ),
+    (
+        "many go elsewhere",
+        [Candidate("a", coming_tokens=8000, queued_tokens=9800, inflight=9), Candidate("b")],
+        "b",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "target"), [s[1:] for s in FIRST_TURNS], ids=[s[0] for s in FIRST_TURNS]
+)
+def test_a_new_session_goes_by_load_sooner_than_one_that_is_there(
+    candidates: list[Candidate], target: str
+) -> None:
+    default = LongestPrefix()
+    asked = turn(8200, new=True)
+    assert default(asked, candidates).target == target
+    # Nothing of that moves a session that is there; a queue may, as far as the margin goes.
+    assert LongestPrefix(LongestPrefixOptions(margin_tokens=1e6))(turn(8200), candidates).target == (
+        "b" if candidates[1].local_tokens else "a"
+    )

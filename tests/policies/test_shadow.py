@@ -15,7 +15,7 @@ from policies.shadow import Measured, Shadow
 from policies.types import Candidate
 
 FLEET = [Candidate("a", local_tokens=9000, queued_tokens=100), Candidate("b")]
-HOLDER, LIGHTEST = Plan(read({})), Plan(read({"policy": "least_loaded"}))
+HOLDER, LIGHTEST = (Plan(read({"policy": name})) for name in ("longest_prefix", "least_loaded"))
 
 
 def test_agreement_and_costs_are_summed_by_model_and_size() -> None:

@@ -265,7 +265,7 @@ async def test_index_pool_audit_policy_and_config(gateway: Gateway) -> None:
     assert (await gateway.ask("GET", "/audit")).json()["exact_ratio"] is None
     assert (await gateway.ask("GET", "/prompts")).json() == {"source": "auto", "models": []}
     policy = (await gateway.ask("GET", "/policy")).json()
-    assert policy["document"] == {"policy": "longest_prefix"}
+    assert policy["document"] == {"policy": "expected_ttft"}
     assert "longest_prefix" in policy["available"]
     assert (await gateway.ask("GET", "/config")).json()["settings"]["server"]["port"] == 8000
 

@@ -562,7 +562,7 @@ async def test_debug_headers_are_for_the_admin_token_only_unless_switched_on(pee
     headers = {**ADMIN, "x-request-id": "mine-1"}
     async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body(), headers=headers) as answer:
         assert answer.headers["x-moongate-action"] == "none"
-        assert answer.headers["x-moongate-policy"] == "longest_prefix"
+        assert answer.headers["x-moongate-policy"] == "expected_ttft"
         assert answer.headers["x-request-id"] == "mine-1"
     async with gate.client.get(f"{gate.url}/admin/v1/decisions/mine-1", headers=ADMIN) as answer:
         record = await answer.json()

@@ -57,9 +57,9 @@ async def policy(peers, front, env: dict[str, str]) -> Policy:
 
 
 async def test_a_document_is_in_force_with_the_next_turn(policy: Policy) -> None:
-    assert (await policy.turn())[1] == "longest_prefix"
+    assert (await policy.turn())[1] == "expected_ttft"
     status, before, etag = await policy.ask("GET")
-    assert (status, before["version"], before["document"]) == (200, 1, {"policy": "longest_prefix"})
+    assert (status, before["version"], before["document"]) == (200, 1, {"policy": "expected_ttft"})
     status, after, changed = await policy.ask("PUT", body=DOCUMENT, etag=etag, author="me", comment="why")
     assert (status, after["version"], after["author"], after["comment"]) == (200, 2, "me", "why")
     assert changed != etag
@@ -103,7 +103,7 @@ async def test_a_document_is_tried_on_what_was_decided(policy: Policy) -> None:
     recent = answer["recent"]
     assert recent["turns"] == 12
     assert 0 <= recent["changed"] <= 12
-    same = (await policy.ask("POST", "/validate", {"policy": "longest_prefix"}))[1]["recent"]
+    same = (await policy.ask("POST", "/validate", {"policy": "expected_ttft"}))[1]["recent"]
     assert (same["changed"], same["agreement"]) == (0, 1.0)
     assert same["predicted_ttft_ms_before"] == same["predicted_ttft_ms_after"]
 
@@ -150,7 +150,7 @@ def broken(path: Path) -> None:
 async def test_a_file_that_can_not_be_used_costs_no_start(peers, front, env: dict[str, str]) -> None:
     broken(Path(env["MOONGATE_ROUTING__POLICY_PATH"]))
     policy = Policy(await front(await peers(say_ok), env=env))
-    assert (await policy.turn())[1] == "longest_prefix"
+    assert (await policy.turn())[1] == "expected_ttft"
 
 
 async def test_what_can_not_be_kept_does_not_come_into_force(peers, front, env: dict[str, str]) -> None:
@@ -159,7 +159,7 @@ async def test_what_can_not_be_kept_does_not_come_into_force(peers, front, env: 
     policy = Policy(await front(await peers(say_ok), env=env))
     status, answer, _ = await policy.ask("PUT", body=DOCUMENT)
     assert (status, answer["error"]["code"]) == (500, "internal_error")
-    assert (await policy.turn())[1] == "longest_prefix"
+    assert (await policy.turn())[1] == "expected_ttft"
 
 
 async def test_without_the_token_nothing_is_shown_or_changed(policy: Policy) -> None:
@@ -180,7 +180,7 @@ async def test_rules_go_by_alias_and_headers(policy: Policy) -> None:
     rule = {"match": {"header": {"x-tenant": "gold"}}, "policy": "random"}
     await policy.ask("PUT", body={"rules": [rule]})
     sent = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
-    for tenant, expected in (("gold", "random"), ("tin", "longest_prefix")):
+    for tenant, expected in (("gold", "random"), ("tin", "expected_ttft")):
         headers = {"x-tenant": tenant}
         url = policy.gate.url + "/v1/chat/completions"
         async with policy.gate.client.post(url, json=sent, headers=headers) as answer:
@@ -276,7 +276,7 @@ class TestShadow:
         status, shown = await self.ask(policy, "PUT", body={"policy": "round_robin"})
         assert (status, shown["total"]["turns"]) == (200, 0)
         turns = [await policy.turn(i) for i in range(8)]
-        assert {name for _, name in turns} == {"longest_prefix"}
+        assert {name for _, name in turns} == {"expected_ttft"}
         _, shown = await self.ask(policy, "GET")
         assert shown["total"]["turns"] == 8
         assert [(p["model"], p["prompt"]) for p in shown["by_model_and_prompt"]] == [("m", "unknown")]
