@@ -111,7 +111,7 @@ def read(given: object) -> Document:
 
 
 def plain(document: Document) -> dict[str, Any]:
-    """As JSON would have it; what is as by default is left out, but for policies: their default may change."""
+    """As JSON would have it; what is as by default is left out, but not policies: that may change."""
     found: dict[str, Any] = {"policy": document.policy, **msgspec.to_builtins(document)}
     for given, rule in zip(found.get("rules", ()), document.rules, strict=True):
         given["policy"] = rule.policy

@@ -39,7 +39,7 @@ class ExpectedTtft:
     """The lowest expected time to first token; of equals the longest local prefix, then by load.
 
     Use it when rates differ, between workers or over time, or when pulling, computing and waiting are all
-    real choices. Where a session begins is where it will mostly stay, so that recent work counts in full then.
+    real choices. Where a session begins it will mostly stay, so that recent work counts in full then.
     """
 
     __slots__ = ("_new_recent_weight", "_recent_weight", "_tie_s", "_tie_share")

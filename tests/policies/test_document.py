@@ -14,7 +14,11 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"polcy": "random"}, "polcy", "allowed: policy, options, rules, guards, fallback"),
     ({"policy": "fastest"}, "policy", "allowed: expected_ttft, least_loaded"),
     ({"policy": 3}, "policy", "Expected str, got int"),
-    ({"policy": "longest_prefix", "options": {"margin": 1}}, "options.margin", "it takes margin_tokens, new_recent_weight, pull_cost"),
+    (
+        {"policy": "longest_prefix", "options": {"margin": 1}},
+        "options.margin",
+        "it takes margin_tokens, new_recent_weight, pull_cost",
+    ),
     ({"policy": "longest_prefix", "options": {"pull_cost": -1}}, "options.pull_cost", "Expected float >= 0"),
     ({"rules": [{}, {"polcy": "x"}]}, "rules[1].polcy", "allowed: name, match, policy"),
     ({"rules": [{"policy": "x"}]}, "rules[0].policy", "allowed: expected_ttft"),
