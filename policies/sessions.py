@@ -128,14 +128,18 @@ class Stay:
 
 
 class _Group:
-    """Chains of one model: where they end now, where they ended first, and marks on the way."""
+    """Chains of one model: where they end now, where they ended first, and marks on the way.
 
-    __slots__ = ("firsts", "marks", "tips")
+    named: the last conversation of each session, for turns whose chain is not known.
+    """
+
+    __slots__ = ("firsts", "marks", "named", "tips")
 
     def __init__(self) -> None:
         self.tips: dict[int, _Conversation] = {}
         self.firsts: dict[int, _Conversation] = {}
         self.marks: dict[int, _Conversation] = {}
+        self.named: dict[str, _Conversation] = {}
 
     def closest(self, keys: Sequence[int]) -> tuple[_Conversation | None, bool, int]:
         """Whom `keys` go on from or else part from, which of the two, and where."""
@@ -185,7 +189,8 @@ class Sessions:
         found = self._groups.get(group)
         if not keys or found is None:
             name = named or (f"{keys[-1]:016x}" if keys else "")
-            return Known(name, not named) if name else NOBODY
+            seen = found is not None and name in found.named
+            return Known(name, not named, new=not seen) if name else NOBODY
         closest, goes_on, shared = found.closest(keys)
         if closest is None or (named and closest.name != named):
             return Known(named or f"{keys[-1]:016x}", not named, shared_blocks=shared)
@@ -205,13 +210,18 @@ class Sessions:
     ) -> Stay:
         """A turn of `known` with `tokens` of context goes to `target` now.
 
+        keys: none where its prompt is not known; then it counts for what was last seen of its session.
         last: its client says that the session ends with it. Nobody is expected back then.
         """
         residents = self._targets.setdefault(target, OrderedDict())
-        if not keys:
-            return Stay(None, residents, last)
-        chains = self._groups.setdefault(group, _Group())
-        conversation, kept = self._going_on(known, chains, keys)
+        if keys:
+            chains = self._groups.setdefault(group, _Group())
+            conversation, kept = self._going_on(known, chains, keys)
+        else:
+            chains = self._groups.get(group)
+            conversation, kept = (None if chains is None else chains.named.get(known.name)), 0
+            if chains is None or conversation is None:
+                return Stay(None, residents, last)
         if conversation is None:
             others = known.shared_blocks * block_size
             conversation = _Conversation(known.name, len(keys), keys[-1], others)
@@ -220,11 +230,13 @@ class Sessions:
             conversation.gap_s += (now - conversation.since - conversation.gap_s) * _GAP_SHARE
         self._all[conversation] = chains
         self._all.move_to_end(conversation)
-        self._follow(conversation, chains, keys, kept)
+        chains.named[conversation.name] = conversation
+        if keys:
+            self._follow(conversation, chains, keys, kept)
+            conversation.tokens = max(0, tokens - conversation.others)
         if conversation.target != target:
             self._leave(conversation)
         conversation.target, conversation.over = target, False
-        conversation.tokens = max(0, tokens - conversation.others)
         conversation.under_way += 1
         residents[conversation] = None
         residents.move_to_end(conversation)
@@ -290,6 +302,8 @@ class Sessions:
     def _forget(self, conversation: _Conversation) -> None:
         chains = self._all.pop(conversation)
         self._leave(conversation)
+        if chains.named.get(conversation.name) is conversation:
+            del chains.named[conversation.name]
         for keys, held in (
             (conversation.tips, chains.tips),
             ([conversation.opening], chains.firsts),

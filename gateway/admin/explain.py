@@ -8,7 +8,7 @@ from gateway.api.parse import parse
 from gateway.proxy.stored import StoredResponses
 from gateway.routing.breaks import PrefixBreaks
 from gateway.routing.decisions import DecisionRecord
-from gateway.routing.router import Router
+from gateway.routing.router import Client, Router
 
 
 class Explainer:
@@ -26,7 +26,8 @@ class Explainer:
         """The decision for `body` posted to `path` now. Raises errors.ApiError."""
         parsed, body = self._aliases.resolved(parse("POST", path, body), body, b"")
         only = await self._responses.find(parsed.response_id) if parsed.response_id else ""
-        sight = await self._router.look(parsed, path, body, only)
+        client = Client(earlier=self._responses.session(parsed.response_id))
+        sight = await self._router.look(parsed, path, body, only, client)
         return DecisionRecord(
             f"explain-{uuid.uuid4().hex}",
             time.time(),

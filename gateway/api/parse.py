@@ -126,6 +126,7 @@ class _Head(msgspec.Struct):
     session_id: Any = None
     prompt_cache_key: Any = None
     vllm_xargs: Any = None
+    litellm_session_id: Any = None
 
 
 class _Chat(msgspec.Struct):
@@ -222,7 +223,7 @@ def _placed(api: Api, rest: bytes, unknown: str = "invalid") -> ParsedTurn:
     if not head.model and api == "messages":
         raise errors.InvalidRequest("Object missing required field `model`", param="model")
     _refuse_transfer(head.kv_transfer_params)
-    session = named_in_body(head.metadata, head.session_id, head.prompt_cache_key)
+    session = named_in_body(head.metadata, head.session_id, head.prompt_cache_key, head.litellm_session_id)
     earlier = head.previous_response_id if api == "responses" else None
     return ParsedTurn(
         api,

@@ -5,6 +5,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import NamedTuple
 from urllib.parse import quote
 
 from gateway import errors
@@ -19,6 +20,14 @@ _ID = re.compile(rb'"id"\s*:\s*"([^"\\]{1,200})"')
 _HEAD_BYTES = 4096
 _ASK_S = 2.0
 _RETRY_AFTER_S = 2.0
+
+
+class _Owner(NamedTuple):
+    """Where a response lies, until when that is remembered, and the session it belongs to."""
+
+    worker: str
+    until: float
+    session: str
 
 
 class StoredResponses:
@@ -43,21 +52,29 @@ class StoredResponses:
         self._ttl_s = ttl_s
         self._headers: Headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
         self._clock = clock
-        self._owners: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._owners: OrderedDict[str, _Owner] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._owners)
 
-    def learner(self, worker: str) -> "Learner":
-        """What to feed with the answer of `worker` to a request that makes a response."""
-        return Learner(lambda response_id: self.learn(response_id, worker))
+    def learner(self, worker: str, session: str = "") -> "Learner":
+        """What to feed with the answer of `worker` to a request that makes a response.
 
-    def learn(self, response_id: str, worker: str) -> None:
+        session: that of the request; "" if not known: then the response is the first of one.
+        """
+        return Learner(lambda response_id: self.learn(response_id, worker, session or response_id))
+
+    def learn(self, response_id: str, worker: str, session: str = "") -> None:
         now = self._clock()
-        self._owners[response_id] = worker, now + self._ttl_s
+        self._owners[response_id] = _Owner(worker, now + self._ttl_s, session)
         self._owners.move_to_end(response_id)
-        while len(self._owners) > self._most or next(iter(self._owners.values()))[1] <= now:
+        while len(self._owners) > self._most or next(iter(self._owners.values())).until <= now:
             self._owners.popitem(last=False)
+
+    def session(self, response_id: str) -> str:
+        """The session that a response which was found belongs to."""
+        known = self._owners.get(response_id)
+        return known.session if known is not None else ""
 
     async def find(self, response_id: str) -> str:
         """The worker that holds `response_id`.
@@ -65,16 +82,16 @@ class StoredResponses:
         Raises NotFound when no worker has it, NoWorker when one that may have it can't be asked.
         """
         known = self._owners.get(response_id)
-        if known is not None and known[1] > self._clock() and self._fleet.knows(known[0]):
-            self.learn(response_id, known[0])
-            return known[0]
+        if known is not None and known.until > self._clock() and self._fleet.knows(known.worker):
+            self.learn(response_id, known.worker, known.session)
+            return known.worker
         workers = self._fleet.workers()
         if len(workers) == 1:
             return workers[0].name
         said = await asyncio.gather(*(self._asked(worker, response_id) for worker in workers))
         for worker, holds in zip(workers, said, strict=True):
             if holds:
-                self.learn(response_id, worker.name)
+                self.learn(response_id, worker.name, session=response_id)
                 return worker.name
         if None in said or not workers:
             raise errors.NoWorker(

@@ -185,7 +185,8 @@ class TurnApp:
         if parsed.model and self._fleet.knows_models() and not self._fleet.serves(parsed.model):
             raise errors.ModelNotFound(f"the model {parsed.model[:200]!r} does not exist", param="model")
         only = await self._stored.find(parsed.response_id) if parsed.response_id else ""
-        client = Client(turn.exchange.headers, turn.alias, turn.key.name, turn.key.tenant)
+        earlier = self._stored.session(parsed.response_id) if turn.exchange.path == stored.PATH else ""
+        client = Client(turn.exchange.headers, turn.alias, turn.key.name, turn.key.tenant, earlier)
         turn.sight = await self._router.look(parsed, turn.exchange.path, body, only, client)
         if turn.sight.pool_seconds is not None:
             self._metrics.pool_lookup(turn.sight.pool_seconds)
@@ -326,7 +327,8 @@ class TurnApp:
         stream = response.status == 200 and is_event_stream(response.headers)
         extensible = stream and _is_open(response.headers)
         makes = response.status == 200 and exchange.path == stored.PATH
-        learner = self._stored.learner(worker.name) if makes else None
+        session = turn.sight.session.name if turn.sight is not None else ""
+        learner = self._stored.learner(worker.name, session) if makes else None
         own = self._own_headers(turn, placement)
         head = for_client(response.headers, own, worker.url)
         if stream:

@@ -107,12 +107,14 @@ class Client(msgspec.Struct, frozen=True):
     """headers: of the request. alias: what the model was called, where that is another name than its own.
 
     key, tenant: what its key is called and whose it is, as `auth.ClientKey`.
+    earlier: the session of the stored response that it goes on from, "" if from none.
     """
 
     headers: Sequence[tuple[bytes, bytes]] = ()
     alias: str = ""
     key: str = ""
     tenant: str = ""
+    earlier: str = ""
 
 
 ANYBODY = Client()
@@ -199,7 +201,7 @@ class Router:
                 known |= {name: n for name, n in soon if name not in self._knowledge.contradicted}
         seconds = time.perf_counter() - started
         draw = self._draws.random()
-        named = hint(client.headers, parsed.session)
+        named = hint(client.headers, parsed.session) or client.earlier
         # A prompt of which only the beginning is known says nothing of where a session has got to.
         whole = understood.prompt is not None and not understood.prompt.partial and parsed.reads_cache
         keys = understood.prompt.chain.keys if whole and understood.prompt is not None else ()
@@ -213,7 +215,7 @@ class Router:
             seconds,
             pool_seconds,
             only,
-            self.sessions.find(named, parsed.model, keys),
+            self._session(named, parsed.model, keys, bool(client.earlier)),
             says_it_ends(client.headers),
             parsed.stream,
             len(body) // _BYTES_PER_TOKEN,
@@ -227,6 +229,11 @@ class Router:
             ),
             parsed.reports,
         )
+
+    def _session(self, named: str, model: str, keys: Sequence[int], goes_on: bool) -> Known:
+        """goes_on: from a stored response, so that it can't be new."""
+        known = self.sessions.find(named, model, keys)
+        return replace(known, new=False) if goes_on and known.new else known
 
     def _named_headers(self, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
         """Those that a rule of the policy goes by."""

@@ -20,14 +20,19 @@ from store.prompt.request import ChatPrompt, Ids, MessagesPrompt, PromptRequest,
 
 Name = tuple[Hashable, ...]
 
-# Headers that name a session, the most specific first: Claude Code since 2.1.86, Codex now and before, what
-# proxies and other agents use, OpenCode.
+# Headers that name a session, the most specific first. One that names every request anew (x-correlation-id,
+# traceparent) would tear sessions apart.
 _HEADERS: Final = (
-    *(b"x-claude-code-session-id", b"session-id", b"session_id", b"x-session-id", b"x-session-affinity"),
+    # A sub-agent of Claude Code, whose session id is that of all of them; since 2.1.86.
+    *(b"x-claude-code-agent-id", b"x-claude-code-session-id"),
+    # Codex: one conversation, where sub-agents share the session; then as it was before.
+    *(b"thread-id", b"session-id", b"session_id"),
+    # Clients of Dynamo; anybody, and OpenCode; LiteLLM's clients.
+    *(b"x-dynamo-session-id", b"x-session-id", b"x-session-affinity", b"x-litellm-session-id"),
     *(b"conversation_id", b"x-opencode-session"),
 )
-# Says that no turn of the session comes after this one.
-_LAST: Final = b"x-session-end"
+# Say that no turn of the session comes after this one; the second is Dynamo's.
+_LAST: Final = (b"x-session-end", b"x-dynamo-session-final")
 # metadata.user_id of Claude Code before 2.1.78; later ones write a JSON object with a session_id there.
 _USER_ID: Final = re.compile(r"_session_([0-9a-fA-F-]{36})$")
 # A longer name is cut: it is kept in memory, and clients choose it.
@@ -53,16 +58,23 @@ def hint(headers: Iterable[tuple[bytes, bytes]], named: str) -> str:
 
 def says_it_ends(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Whether the client says that its session ends with this turn."""
-    said = [value for name, value in headers if name == _LAST]
+    said = [value for name, value in headers if name in _LAST]
     return any(value.strip().lower() in (b"1", b"true") for value in said) if said else False
 
 
-def named_in_body(metadata: object, session_id: object, prompt_cache_key: object) -> str:
+def named_in_body(
+    metadata: object, session_id: object, prompt_cache_key: object, litellm_session_id: object = None
+) -> str:
     """The session as fields of a request body name it, "" if they don't."""
-    if metadata is session_id is prompt_cache_key is None:
+    if metadata is session_id is prompt_cache_key is litellm_session_id is None:
         return ""
     fields: dict[str, Any] = cast(dict[str, Any], metadata) if isinstance(metadata, dict) else {}
-    named = (_session_of_user(fields.get("user_id")), fields.get("session_id"), session_id, prompt_cache_key)
+    named = (
+        _session_of_user(fields.get("user_id")),
+        *(fields.get("session_id"), session_id),
+        *(fields.get("litellm_session_id"), litellm_session_id),
+        prompt_cache_key,
+    )
     return next((name[:_NAME_CHARACTERS] for name in named if isinstance(name, str) and name), "")
 
 

@@ -111,6 +111,25 @@ def test_without_blocks_only_a_name_counts() -> None:
     assert len(book.sessions) == 0
 
 
+def test_a_turn_whose_chain_is_not_known_counts_for_what_was_last_seen_of_its_session() -> None:
+    """One that goes on from a stored response, say, whose prompt only its worker can make."""
+    book = Book()
+    name = book.ask(keys("a")).name
+    known = book.ask([], named=name, now=60.0, last=True)
+    assert (known.name, known.new) == (name, False)
+    assert [c.over for c in book.sessions._all] == [True]
+    _, stay = book.turn([], named=name, now=61.0, target="v")
+    (conversation,) = book.sessions._all
+    assert (conversation.under_way, conversation.target, conversation.over) == (1, "v", False)
+    assert conversation.tokens == 10 * len(keys("a"))
+    stay.ended(62.0)
+    assert book.ask(keys("a", "b"), now=63.0).name == name
+    # Nothing is kept for a name alone.
+    for i in range(100):
+        assert book.ask([], named=f"unseen {i}").new
+    assert len(book.sessions) == 1
+
+
 def test_models_have_sessions_of_their_own() -> None:
     book = Book()
     book.ask(keys("a"))

@@ -85,6 +85,31 @@ async def test_b089_b090_everything_about_a_response_goes_to_the_worker_that_mad
     await gate.idle()
 
 
+async def test_responses_that_go_on_from_each_other_are_one_session(peers, front) -> None:
+    keepers = [Keeper("a", split=True), Keeper("b", split=True)]
+    gate = await front(*[await peers(keeper) for keeper in keepers])
+
+    async def session(**more: Any) -> tuple[str, dict[str, Any]]:
+        """The id of a new response, and the session of the turn that made it."""
+        made_ = await made(gate, **more)
+        async with gate.client.get(f"{gate.url}/admin/v1/decisions?limit=1", headers=ADMIN) as answer:
+            return made_, (await answer.json())["decisions"][0]["session"]
+
+    first, _ = await session()
+    second, following = await session(previous_response_id=first)
+    third, last = await session(previous_response_id=second, stream=True)
+    assert following["name"] == last["name"] == first
+    assert not (following["new"] or last["new"] or last["inferred"])
+    # What the client calls it goes before, and holds for what goes on from there.
+    named, own = await session(previous_response_id=third, prompt_cache_key="mine")
+    assert own["name"] == "mine"
+    assert (await session(previous_response_id=named))[1]["name"] == "mine"
+    assert (await session(previous_response_id=second))[1]["name"] == first
+    url = f"{gate.url}/admin/v1/explain?api=/v1/responses"
+    async with gate.client.post(url, json={**ASK, "previous_response_id": named}, headers=ADMIN) as answer:
+        assert (await answer.json())["session"]["name"] == "mine"
+
+
 async def test_a_worker_that_is_cordoned_still_answers_for_what_it_holds(peers, front) -> None:
     keepers = [Keeper("a"), Keeper("b")]
     gate = await front(*[await peers(keeper) for keeper in keepers])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.api.parse import parse
 from gateway.sessions.divergence import common_prefix, repeated_share
-from gateway.sessions.sessions import Departure, Seen, Sessions, hint, named_in_body, names
+from gateway.sessions.sessions import Departure, Seen, Sessions, hint, named_in_body, names, says_it_ends
 from store.hashing import HashScheme, chain
 from store.prompt.request import ChatPrompt, TextPrompt
 
@@ -35,6 +35,12 @@ def seen(tokens: Sequence[int], session: str = "", opening: str = "", request_id
         ({"x-session-id": "x", "session_id": "codex"}, "", "codex"),
         ({"session-id": "codex", "x-claude-code-session-id": "claude"}, "", "claude"),
         ({"conversation_id": "c", "x-opencode-session": "o"}, "", "c"),
+        ({"x-claude-code-session-id": "claude", "x-claude-code-agent-id": "sub"}, "", "sub"),
+        ({"session_id": "codex", "thread-id": "conversation"}, "", "conversation"),
+        ({"x-session-id": "opencode", "x-session-affinity": "the same"}, "", "opencode"),
+        ({"x-dynamo-session-id": "d", "x-session-id": "x"}, "", "d"),
+        ({"x-litellm-session-id": "l"}, "key", "l"),
+        ({"x-correlation-id": "of this request", "traceparent": "00-1-1-00"}, "b", "b"),
         ({"x-session-id": ""}, "b", "b"),
         ({"x-session-id": "y" * 5000}, "", "y" * 200),
     ],
@@ -52,6 +58,9 @@ def test_a_header_names_a_session_before_its_body_does(
         ({"prompt_cache_key": "k"}, "k"),
         ({"session_id": "s", "prompt_cache_key": "k"}, "s"),
         ({"metadata": {"session_id": "in"}, "prompt_cache_key": "k"}, "in"),
+        ({"litellm_session_id": "l", "prompt_cache_key": "k"}, "l"),
+        ({"metadata": {"litellm_session_id": "l"}}, "l"),
+        ({"litellm_session_id": ["odd"], "prompt_cache_key": "k"}, "k"),
         ({"metadata": {"user_id": f"user_0a_account__session_{UUID}"}}, UUID),
         ({"metadata": {"user_id": json.dumps({"device_id": "d", "session_id": UUID})}}, UUID),
         ({"metadata": {"user_id": "somebody"}}, ""),
@@ -63,7 +72,8 @@ def test_a_header_names_a_session_before_its_body_does(
 def test_a_body_names_its_session_and_is_never_invalid_by_that(
     fields: dict[str, object], expected: str
 ) -> None:
-    values = (fields.get(name) for name in ("metadata", "session_id", "prompt_cache_key"))
+    fields_ = ("metadata", "session_id", "prompt_cache_key", "litellm_session_id")
+    values = (fields.get(name) for name in fields_)
     assert named_in_body(*values) == expected
     for path, rest in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
@@ -74,6 +84,21 @@ def test_a_body_names_its_session_and_is_never_invalid_by_that(
         parsed = parse("POST", path, json.dumps({"model": "m", **rest, **fields}).encode())
         assert parsed.prompt is not None
         assert parsed.session == expected
+
+
+@pytest.mark.parametrize(
+    ("headers", "ends"),
+    [
+        ({}, False),
+        ({"x-session-end": "true"}, True),
+        ({"x-session-end": " 1 "}, True),
+        ({"x-session-end": "false"}, False),
+        ({"x-dynamo-session-final": "true"}, True),
+        ({"x-dynamo-session-final": "no"}, False),
+    ],
+)
+def test_a_client_says_that_its_session_ends(headers: dict[str, str], ends: bool) -> None:
+    assert says_it_ends([(name.encode(), value.encode()) for name, value in headers.items()]) is ends
 
 
 few = st.lists(st.integers(0, 2), max_size=60)
