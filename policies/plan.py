@@ -67,6 +67,9 @@ class Plan:
         except Exception:
             # An installed policy's fault must not be a turn's.
             decision = replace(placed(self._fallback, turn, weighed), reason="the policy failed, fallback")
+        if not turn.prompt_tokens:
+            # What its target will do with a prompt that nobody knows can't be said.
+            decision = replace(decision, action="none")
         if shown is candidates and not short and not name:
             return decision
         weigh = decision.weigh

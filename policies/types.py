@@ -142,6 +142,7 @@ Weigh = Callable[[Candidate], Mapping[str, float]]
 class Decision:
     """Target + action + why. `target` is None when no candidate may be chosen.
 
+    action: what the target will do with the prompt, "none" where that is not known.
     candidates: all that were shown. weigh: gives a candidate's cost terms, in `unit`; None where none are
     weighed. Asked only by who reads the decision: a turn does not wait for it.
     decode: the target of the decode leg where prefill and decode are placed apart.

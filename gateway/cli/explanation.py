@@ -7,7 +7,9 @@ from typing import Any
 def as_text(view: Mapping[str, Any]) -> str:
     """`view`: a decision as the admin API shows it."""
     candidates: Sequence[Mapping[str, Any]] = view["candidates"]
-    terms = list(dict.fromkeys(term for candidate in candidates for term in candidate["terms"]))
+    weighed = list(dict.fromkeys(term for candidate in candidates for term in candidate["terms"]))
+    # Milliseconds have a table of their own.
+    terms = [] if _in_seconds(view) else weighed
     unit, scale = ("cost ms", 1e3) if view["unit"] == "s" else ("cost", 1)
     header = ["", "target", "local", "pool", "own", "queued tokens", "in flight", *terms, unit, "excluded"]
     rows = [
@@ -29,11 +31,18 @@ def as_text(view: Mapping[str, Any]) -> str:
         lines += [
             "",
             "expected, in milliseconds, and how far by measured rates:",
-            *_expected(candidates),
+            *_expected(candidates, weighed=_in_seconds(view)),
         ]
     if view["divergence"]:
         lines += ["", *_divergence(view["divergence"])]
     return "\n".join(lines)
+
+
+def _in_seconds(view: Mapping[str, Any]) -> bool:
+    """Whether what was weighed are the expected seconds themselves."""
+    return view["unit"] == "s" and any(
+        c["terms"].keys() == c["expected_ms"].keys() for c in view["candidates"]
+    )
 
 
 def refusal(view: Mapping[str, Any]) -> str:
@@ -55,8 +64,15 @@ def _headline(view: Mapping[str, Any]) -> str:
 
 
 def _choice(view: Mapping[str, Any]) -> list[str]:
-    """What narrowed the choice, and how close it was."""
+    """Whose turn it is, what narrowed the choice, and how close it was."""
     lines: list[str] = []
+    session = view["session"]
+    if session["name"]:
+        known = "recognised by its prompts" if session["inferred"] else "as its client calls it"
+        turn = "new" if session["new"] else "a branch" if session["branch"] else "goes on"
+        lines.append(f"session {session['name']} ({known}): {turn}")
+    if view["decode"]:
+        lines.append(f"to be decoded on {view['decode']}")
     if view["rule"]:
         lines.append(f"by the rule {view['rule']}")
     if view["guards"]:
@@ -70,17 +86,22 @@ def _choice(view: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _expected(candidates: Sequence[Mapping[str, Any]]) -> list[str]:
-    terms = list(candidates[0]["expected_ms"])
+def _expected(candidates: Sequence[Mapping[str, Any]], *, weighed: bool) -> list[str]:
+    """Terms that anybody has; as the policy weighed them, if it did."""
+    costs = [
+        {term: seconds * 1e3 for term, seconds in c["terms"].items()} if weighed else c["expected_ms"]
+        for c in candidates
+    ]
+    terms = [term for term in candidates[0]["expected_ms"] if any(round(cost[term], 1) for cost in costs)]
     rows = [
         [
             "",
             candidate["target"],
-            *(_number(candidate["expected_ms"][term]) for term in terms),
+            *(_number(cost[term]) for term in terms),
             _number(candidate["expected_ttft_ms"]),
             f"{max(rate['confidence'] for rate in candidate['rates'].values()):.0%}",
         ]
-        for candidate in candidates
+        for candidate, cost in zip(candidates, costs, strict=True)
     ]
     return _table(["", "target", *terms, "ttft", "measured"], rows)
 

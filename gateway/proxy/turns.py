@@ -413,11 +413,10 @@ class TurnApp:
     def _own_headers(self, turn: TurnState, placement: Placement) -> Headers:
         headers = [(b"x-request-id", turn.exchange.request_id.encode())]
         if turn.debug and turn.sight is not None:
-            size = turn.sight.prompt_tokens
             for name, value in (
                 (b"worker", placement.target.name),
-                (b"action", placement.decision.action if size else "none"),
-                (b"prompt-tokens", size),
+                (b"action", placement.decision.action),
+                (b"prompt-tokens", turn.sight.prompt_tokens),
                 (b"local-tokens", placement.chosen.local_tokens),
                 (b"pool-tokens", placement.chosen.pool_tokens),
                 (b"policy", placement.decision.policy),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from fleets import turn
+from policies import registry
 from policies.document import BadDocument, Document, plain, read, schema
 from policies.plan import Facts, Plan
 from policies.types import Candidate, Decision
@@ -182,6 +183,14 @@ def test_a_guard_keeps_turns_from_a_target_beyond_its_bound(
     name = guard.split(" ", 1)[0]
     assert decision.guards == ((name,) if fires else ())
     assert decision.candidates[0].excluded == (name if fires else "")
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_what_happens_to_a_prompt_that_is_not_known_is_not_said(name: str) -> None:
+    plan = Plan(read({"policy": name}))
+    assert plan.decide(turn(0), FLEET).action == "none"
+    assert plan.decide(turn(100), FLEET[:2]).action == "recompute"
+    assert plan.decide(turn(100), FLEET[2:]).action == "local"
 
 
 def test_a_guard_that_would_leave_nobody_lets_go() -> None:

@@ -27,6 +27,7 @@ from gateway.knowledge.drains import Drains
 from gateway.routing.decisions import DecisionLog, DecisionRecord
 from gateway.routing.policy_versions import PolicyVersions
 from gateway.settings import Settings
+from policies.cost import TERMS
 from policies.document import Document
 from policies.ledger import Ledger
 from policies.types import Candidate, Decision
@@ -393,6 +394,37 @@ def test_costs_in_seconds_are_shown_in_milliseconds() -> None:
     lines = as_text(in_seconds).splitlines()
     assert "cost ms" in lines[4]
     assert lines[6].split()[-4:] == ["0", "0.4", "36.8", "37.2"]
+
+
+def test_expected_seconds_have_a_table_of_their_own_with_what_anybody_has_of_them() -> None:
+    terms = dict.fromkeys(TERMS, 0.0)
+    shown = view(unit="s")
+    for candidate, prefill in zip(shown["candidates"], (0.5, 0.02, 0.5), strict=True):
+        candidate |= {"terms": terms | {"prefill": prefill, "first_step": 0.01}, "cost": prefill + 0.01}
+        candidate |= {"expected_ms": dict.fromkeys(TERMS, 1.0), "expected_ttft_ms": 1e3 * prefill + 10}
+    assert as_text(shown).splitlines()[4:] == [
+        "    target  local  pool  own  queued tokens  in flight  cost ms  excluded",
+        "    w1        512     0    0           9000          3      510",
+        "->  w2          0   512  256              0          1       30",
+        "    w3          0     0    0              0          0      510  down",
+        "",
+        "expected, in milliseconds, and how far by measured rates:",
+        "  target  prefill  first_step  ttft  measured",
+        "  w1          500          10   510  0%",
+        "  w2           20          10    30  0%",
+        "  w3          500          10   510  0%",
+    ]
+
+
+def test_an_explanation_says_whose_turn_it_is_and_who_would_decode() -> None:
+    session = {"name": "mine", "inferred": False, "new": False, "branch": True}
+    lines = as_text(view(session=session, decode="w9")).splitlines()
+    assert lines[2:4] == [
+        "session mine (as its client calls it): a branch",
+        "to be decoded on w9",
+    ]
+    lines = as_text(view(session=session | {"inferred": True, "branch": False})).splitlines()
+    assert lines[2] == "session mine (recognised by its prompts): goes on"
 
 
 def test_an_explanation_without_prompt_or_target_says_so() -> None:

@@ -99,7 +99,7 @@ async def test_responses_that_go_on_from_each_other_are_one_session(peers, front
     second, following = await session(previous_response_id=first)
     third, last = await session(previous_response_id=second, stream=True)
     assert following["name"] == last["name"] == first
-    assert not (following["new"] or last["new"] or last["inferred"])
+    assert [(s["new"], s["inferred"]) for s in (following, last)] == [(False, False)] * 2
     # What the client calls it goes before, and holds for what goes on from there.
     named, own = await session(previous_response_id=third, prompt_cache_key="mine")
     assert own["name"] == "mine"
