@@ -11,11 +11,14 @@ branch of it, a sub-agent's, say. One that leaves it earlier only has its head i
     another session     [ h h h y ]
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
+
+from policies.cost import HALF_LIFE_S
 
 # Every so many blocks a chain has a mark: a fork is looked for among marks first, then block by block.
 _STRIDE: Final = 128
@@ -38,6 +41,7 @@ class Known(msgspec.Struct, frozen=True, gc=False):
 
     branch: it parts from what the session asked before. new: nothing of the session was seen before.
     shared_blocks: leading blocks that are at least in common with prompts seen before.
+    home: where its last turn went, "" if not known. work, at: uncached tokens sent there lately, as of when.
     """
 
     name: str = ""
@@ -45,6 +49,13 @@ class Known(msgspec.Struct, frozen=True, gc=False):
     branch: bool = False
     new: bool = True
     shared_blocks: int = 0
+    home: str = ""
+    work: float = 0.0
+    at: float = 0.0
+
+    def own(self, target: str, now: float) -> float:
+        """Of what `target` did lately, the session's own: no reason for it to go elsewhere."""
+        return self.work * math.exp2((self.at - now) / HALF_LIFE_S) if target == self.home else 0.0
 
 
 NOBODY: Final = Known()
@@ -54,10 +65,11 @@ class _Conversation:
     """One line of prompts, each of which begins with the one before.
 
     first: blocks of its first prompt, which ends with the key `opening`. others: tokens of that which others
-    had asked before. since: when it was last heard of.
+    had asked before. since: when it was last heard of. work, at: as in Known.
     """
 
     __slots__ = (
+        "at",
         "first",
         "gap_s",
         "marks",
@@ -70,6 +82,7 @@ class _Conversation:
         "tips",
         "tokens",
         "under_way",
+        "work",
     )
 
     def __init__(self, name: str, first: int, opening: int, others: int) -> None:
@@ -85,6 +98,7 @@ class _Conversation:
         self.since = 0.0
         self.gap_s = _GAP_S
         self.over = False
+        self.work = self.at = 0.0
 
     def back(self, now: float) -> float:
         """How likely another turn of it is to come."""
@@ -194,7 +208,8 @@ class Sessions:
         closest, goes_on, shared = found.closest(keys)
         if closest is None or (named and closest.name != named):
             return Known(named or f"{keys[-1]:016x}", not named, shared_blocks=shared)
-        return Known(closest.name, not named, branch=not goes_on, new=False, shared_blocks=shared)
+        c = closest
+        return Known(c.name, not named, not goes_on, False, shared, c.target, c.work, c.at)
 
     def placed(
         self,
@@ -205,10 +220,11 @@ class Sessions:
         now: float,
         *,
         tokens: int = 0,
+        uncached: int = 0,
         block_size: int = 0,
         last: bool = False,
     ) -> Stay:
-        """A turn of `known` with `tokens` of context goes to `target` now.
+        """A turn of `known` with `tokens` of context goes to `target` now, which computes `uncached` of them.
 
         keys: none where its prompt is not known; then it counts for what was last seen of its session.
         last: its client says that the session ends with it. Nobody is expected back then.
@@ -234,6 +250,8 @@ class Sessions:
         if keys:
             self._follow(conversation, chains, keys, kept)
             conversation.tokens = max(0, tokens - conversation.others)
+        # A branch is of the session that it parts from.
+        conversation.work, conversation.at = known.own(target, now) + uncached, now
         if conversation.target != target:
             self._leave(conversation)
         conversation.target, conversation.over = target, False

@@ -79,7 +79,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     inflight: turns sent there that have not ended. foreign: those that others sent, another gateway, say.
     waiting, running: requests as the worker itself reports them (scraped, so a little old).
     recent_tokens, recent_pulled: uncached and pulled tokens of turns whose first token has come, each
-    counting less with every second.
+    counting less with every second; of the former not those of the turn's own session.
     held_tokens: context of turns under way, of which decoding_tokens that of turns that decode.
     capacity_tokens: what its cache holds, 0 when not known. turn_s: seconds for which a turn decodes there.
     pressure: how likely what has to make room for this turn is to be wanted back soon, 0 to 1.

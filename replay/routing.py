@@ -10,7 +10,7 @@ from typing import Final, Protocol
 from policies.candidates import EVERY_S, Prefix, Standing, candidate, pressure
 from policies.columns import Shortlists
 from policies.ledger import Ledger, Ticket
-from policies.sessions import Sessions, Stay
+from policies.sessions import Known, Sessions, Stay
 from policies.types import Candidate, Policy, Rates
 from policies.types import Turn as Question
 from replay.board import MANY, Board
@@ -159,14 +159,21 @@ class PolicyChooser:
             chain[head - 1] if head else 0,
             known.new,
         )
-        decision = self._policy(turn, self._candidates(turn, chain, keys, limit, now))
+        decision = self._policy(turn, self._candidates(turn, chain, keys, limit, known, now))
         chosen = decision.chosen
         if chosen is None:
             return None
         self._number += 1
         ticket = self._ledger.sent(turn, chosen, now, keys=keys)
         stay = self._sessions.placed(
-            known, "", full, chosen.target, now, tokens=prompt, block_size=self._size
+            known,
+            "",
+            full,
+            chosen.target,
+            now,
+            tokens=prompt,
+            uncached=max(0, prompt - chosen.cached_tokens),
+            block_size=self._size,
         )
         self._tickets[job] = ticket, stay
         return _number(chosen.target)
@@ -197,7 +204,7 @@ class PolicyChooser:
         return found
 
     def _candidates(
-        self, turn: Question, chain: Pieces, keys: Sequence[int], limit: int, now: float
+        self, turn: Question, chain: Pieces, keys: Sequence[int], limit: int, known: Known, now: float
     ) -> list[Candidate]:
         size, ledger = self._size, self._ledger
         local = self._index.match(keys, limit=limit)
@@ -205,7 +212,9 @@ class PolicyChooser:
         pool = places.blocks if places is not None else 0
         shown: Iterable[int] = range(len(self._names))
         if self._board is not None and isinstance(self._policy, Shortlists):
-            shown = self._board.shortlist(self._policy, turn, keys, local, places, limit, now)
+            # The board does not know whose work a target did lately.
+            home = {_number(known.home)} if known.home else set[int]()
+            shown = home.union(self._board.shortlist(self._policy, turn, keys, local, places, limit, now))
         found: list[Candidate] = []
         for number in shown:
             name = self._names[number]
@@ -218,7 +227,8 @@ class PolicyChooser:
             )
             load, rates = ledger.load(name, now), ledger.rates(name, now)
             down = "down" if number in self._down else ""
-            found.append(candidate(name, load, rates, self._standings[number], prefix, down))
+            own = known.own(name, now)
+            found.append(candidate(name, load, rates, self._standings[number], prefix, down, own))
         return found
 
     def prefilled(self, job: Job, now: float) -> None:

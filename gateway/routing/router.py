@@ -339,6 +339,7 @@ class Router:
             target.name,
             now,
             tokens=sight.prompt_tokens,
+            uncached=max(0, sight.prompt_tokens - chosen.cached_tokens),
             block_size=sight.block_size,
             last=sight.last,
         )
@@ -410,6 +411,7 @@ class Router:
             ),
             self._prefix(target, sight),
             why_not(self._fleet, worker, sight.model, failed, sight.only),
+            sight.session.own(name, now),
         )
 
     def _prefix(self, target: Target, sight: Sight) -> Prefix:

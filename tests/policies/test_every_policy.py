@@ -13,7 +13,8 @@ from policies.candidates import NOTHING, Prefix, Standing, candidate
 from policies.document import read
 from policies.ledger import Ledger, Ticket
 from policies.plan import Plan
-from policies.types import Candidate, Turn
+from policies.sessions import Sessions
+from policies.types import Candidate, Rates, Turn
 
 NAMES = registry.names()
 # Those that put work where there is less of it; the others ignore load on purpose.
@@ -221,6 +222,37 @@ def test_b021_new_sessions_that_share_a_head_do_not_all_go_to_who_has_it(
         return  # All of it is less than computing the head again, and no first token waits.
     # The other one was as much ahead as the head takes.
     assert max(counts.values()) <= 1.15 * 69 + min(15, head / tail)
+
+
+@pytest.mark.parametrize("name", PREFIX_AWARE)
+def test_a_session_alone_does_not_flee_from_its_own_work(name: str) -> None:
+    """Slow engines and a quick pool: what it made its worker do lately is dearer than to leave."""
+    slow = Rates(0.005, own_s=1e-6, remote_s=1e-5, first_s=0.02)
+    decide, ledger, sessions = registry.make(name), Ledger(slow), Sessions()
+    where: list[str] = []
+    for i in range(12):
+        now, keys = 20.0 * i, list(range(1, 32 * (i + 1)))
+        known = sessions.find("", "m", keys)
+        size, held = 16 * len(keys), 16 * 32 * i
+        fleet = [
+            candidate(
+                t,
+                ledger.load(t, now),
+                slow,
+                Standing(),
+                Prefix(local=held if where and where[-1] == t else 0, pool=held),
+                own=known.own(t, now),
+            )
+            for t in "ab"
+        ]
+        asked = turn(size, (i * 0.618) % 1, number=i, session=known.name, new=known.new)
+        chosen = decide(asked, fleet).chosen
+        assert chosen is not None
+        where.append(chosen.target)
+        uncached = size - chosen.cached_tokens
+        sessions.placed(known, "m", keys, chosen.target, now, tokens=size, uncached=uncached, block_size=16)
+        ledger.sent(asked, chosen, now).ended(now + 5)
+    assert len(set(where)) == 1
 
 
 @pytest.mark.parametrize("name", ["least_loaded", "random", "expected_ttft", "session"])
