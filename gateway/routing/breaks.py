@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from gateway.api.parse import ParsedTurn
 from gateway.prompts.prompts import ModelPrompts
 from gateway.routing.router import Sight
+from gateway.sessions.blame import has_system
 from gateway.sessions.divergence import Divergence, PrefixReport, examine
 from gateway.sessions.sessions import Departure, Seen, Sessions, hint, names
 from store.hashing import HashScheme
@@ -121,7 +122,14 @@ def _seen(
     tools = None if isinstance(request, TextPrompt | TokensPrompt) else request.tools
     found = names(parsed.model, scheme.block_size, session, request, keys)
     return Seen(
-        request_id, found, bool(session), prompt.tokens, keys, scheme.block_size, len(tools) if tools else 0
+        request_id,
+        found,
+        bool(session),
+        prompt.tokens,
+        keys,
+        scheme.block_size,
+        len(tools) if tools else 0,
+        has_system(request),
     )
 
 

@@ -21,6 +21,7 @@ Render: TypeAlias = Callable[[PromptRequest], str]
 Body: TypeAlias = ChatPrompt | MessagesPrompt | ResponsesPrompt
 Object: TypeAlias = dict[str, Any]
 
+_SYSTEM: Final = frozenset(("system", "developer"))
 # Put in a message's place: a private-use character that no text begins with, or none that is worth a report.
 _OTHER: Final = "\ue0a3"
 
@@ -44,10 +45,30 @@ class _Part:
     longer: Callable[[], Body] | None
 
 
-def blame(request: PromptRequest, character: int, render: Render, tools_before: int) -> Cause:
+def has_system(request: PromptRequest) -> bool:
+    """Whether the conversation begins with a system prompt of its client's own."""
+    if isinstance(request, MessagesPrompt) and request.system:
+        return True
+    if isinstance(request, ResponsesPrompt) and request.instructions:
+        return True
+    if not isinstance(request, ChatPrompt | MessagesPrompt | ResponsesPrompt):
+        return False
+    items = request.input if isinstance(request, ResponsesPrompt) else request.messages
+    first: Any = items[0] if items else None
+    return isinstance(first, dict) and cast(Object, first).get("role") in _SYSTEM
+
+
+def blame(
+    request: PromptRequest,
+    character: int,
+    render: Render,
+    tools_before: int,
+    system_before: bool | None = None,
+) -> Cause:
     """What of `request` wrote `character` of its prompt, the first that differs from the previous prompt's.
 
-    tools_before: how many tools the previous prompt had. Raises Unrenderable.
+    tools_before: how many tools the previous prompt had. system_before: whether it had a system prompt of its
+    own, None if not known. Raises Unrenderable.
     """
     if not isinstance(request, ChatPrompt | MessagesPrompt | ResponsesPrompt):
         return Cause("unknown", "prompt")
@@ -61,6 +82,12 @@ def blame(request: PromptRequest, character: int, render: Render, tools_before: 
     at = _part_at(parts, text, character, render)
     if tools_before and not tools and (at < 0 or parts[at].kind == "system"):
         return Cause("tools", f"tools: 0 now, {tools_before} before")
+    system = has_system(request)
+    if system_before is not None and system_before != system and at <= 0:
+        # What came or went is in one of both only: the first difference was written by what stands there now.
+        if system:
+            return Cause("system", f"{parts[0].label}: none before")
+        return Cause("system", "system: none now, there was one before")
     if at < 0:
         # Written by the template, or the role of the first message.
         return Cause("unknown", f"before {parts[0].label}" if parts else "unknown")
@@ -144,7 +171,7 @@ def _items(field: str, request: Body, items: list[Any]) -> list[_Part]:
         role = item.get("role") or item.get("type") or "?"
         longer = None if item.get("tool_calls") else _longer(item.get("content"))
         return _Part(
-            "system" if role in {"system", "developer"} else "message",
+            "system" if role in _SYSTEM else "message",
             f"{field}[{index}] ({str(role)[:40]})",
             lambda: replaced(index, _altered(item)),
             None if longer is None else lambda: replaced(index, item | {"content": longer}),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gateway.sessions.blame import Cause, Kind, blame, shared_characters
-from gateway.sessions.sessions import Departure
+from gateway.sessions.sessions import Departure, Seen
 from store.hashing import HashScheme
 from store.prompt.request import Ids, PromptRequest, Unrenderable
 
@@ -124,7 +124,7 @@ def examine(
         # The same tokens under other hashes: nothing but the salt is part of them besides.
         cause = Cause("unknown", "cache_salt")
     else:
-        cause = _cause(texts, request, scheme, at, shared_characters(previously, now), previous.tools)
+        cause = _cause(texts, request, scheme, at, shared_characters(previously, now), previous)
     return Divergence(
         previous.request_id,
         not current.named,
@@ -147,12 +147,13 @@ def _text(texts: Texts | None, tokens: Ids) -> str:
 
 
 def _cause(
-    texts: Texts | None, request: PromptRequest, scheme: HashScheme, token: int, equal: int, tools_before: int
+    texts: Texts | None, request: PromptRequest, scheme: HashScheme, token: int, equal: int, before: Seen
 ) -> Cause:
     """`equal`: characters that both sides have in common from `token` on."""
     if texts is None:
         return Cause("unknown", "unknown")
     try:
-        return blame(request, texts.character(request, scheme, token) + equal, texts.render, tools_before)
+        character = texts.character(request, scheme, token) + equal
+        return blame(request, character, texts.render, before.tools, before.system)
     except Unrenderable:
         return Cause("unknown", "unknown")

@@ -96,7 +96,8 @@ def _session_of_user(user: object) -> str:
 class Seen:
     """A prompt of a session. `names`: all it may be found by, the surest first. `keys`: its chain's.
 
-    named: whether its client named the session. tools: how many tools it had.
+    named: whether its client named the session. tools: how many tools it had. system: whether it had a system
+    prompt of its client's own, None if not known.
     """
 
     request_id: str
@@ -106,6 +107,7 @@ class Seen:
     keys: Sequence[int]
     block_size: int
     tools: int
+    system: bool | None = None
 
     @property
     def size(self) -> int:

@@ -129,6 +129,31 @@ async def test_a_clock_in_the_system_prompt(session: Session, named: bool) -> No
     assert "10:16" not in page
 
 
+async def test_a_system_message_that_comes_and_goes(session: Session) -> None:
+    whole = conversation("You mend.", length=7)
+    assert await session.chat(whole, session_id="s") is None
+    found = await session.chat(whole[1:], session_id="s")
+    assert found is not None
+    assert found["cause"] == "system: none now, there was one before"
+    assert await session.chat(whole[1:], session_id="t") is None
+    found = await session.chat(whole, session_id="t")
+    assert found is not None
+    assert found["cause"] == "messages[0] (system): none before"
+    page = await session.metrics()
+    assert 'moongate_prefix_breaks_total{cause="system",model="m"} 2.0' in page
+    # What comes after that is not its fault.
+    whole[1]["content"] = "Edited. " + whole[1]["content"]
+    found = await session.chat(whole, session_id="t")
+    assert found is not None
+    assert found["cause"] == "messages[1] (user)"
+    turns = whole[1:]
+    body: Message = {"max_tokens": 9, "metadata": {"session_id": "anthropic"}, "messages": turns}
+    assert await session.turn({**body, "system": "You mend."}, "/v1/messages") is None
+    found = await session.turn(body, "/v1/messages")
+    assert found is not None
+    assert found["cause"] == "system: none now, there was one before"
+
+
 async def test_the_next_turn_goes_on_from_the_broken_one(session: Session) -> None:
     whole = conversation(length=7)
     edited = [{"role": "system", "content": f"Today. {SYSTEM}"}, *whole[1:]]
