@@ -138,6 +138,10 @@ class _Book:
             self._rates, self._rates_at = self.learner.among(self.alike), (self.learner.samples, now)
         return self._rates
 
+    @property
+    def rated_at(self) -> float:
+        return self._rates_at[1]
+
     def sent(self, ticket: Ticket, now: float) -> None:
         self.touched()
         left = self._left(now)
@@ -294,6 +298,11 @@ class Ledger:
             return book.rates(now)
         alike = self._alike.get(group)
         return self._prior if alike is None else alike.rates
+
+    def rated_at(self, target: str, now: float) -> float:
+        """As of when the rates of `target` are, which are taken over once a second."""
+        book = self._books.get(target)
+        return now if book is None else book.rated_at
 
     def coming(self, target: str, keys: Sequence[int]) -> int:
         """Leading blocks of `keys` that `target` does not hold yet, but was sent to compute."""

@@ -118,6 +118,5 @@ class Board:
             rates = self._ledger.rates(self._names[number], now)
             if rates is not self._rates[number]:
                 self._columns.rates[:, number] = msgspec.structs.astuple(rates)[:_RATES]
-            elif now - self._rates_at[number] <= _RATES_S:
-                continue
-            self._rates[number], self._rates_at[number] = rates, now
+            self._rates[number] = rates
+            self._rates_at[number] = self._ledger.rated_at(self._names[number], now)
