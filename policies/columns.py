@@ -97,7 +97,7 @@ def total_costs(turn: Turn, fleet: Columns, recent_weight: float) -> Numbers:
     pull = own * own_s + disk * disk_s + (pulled - own - disk) * remote_s
     computed = np.maximum(prompt - np.maximum(pool, local), 0.0)
     prefill = computed * (prefill_s + growth_s * (prompt - computed * 0.5))
-    decoding = np.maximum(fleet.running, fleet.inflight + fleet.foreign)
+    decoding = fleet.inflight + fleet.foreign
     found: Numbers = prefill + pull + first_s + decoding * decode_s * (1 + computed / STEP_TOKENS)
     computing = fleet.recent_tokens * prefill_s
     found += prefill * _waiting(computing, recent_weight) + computing * recent_weight / fleet.weight
@@ -115,7 +115,8 @@ def _waiting(recent_s: Numbers, least: float) -> Numbers:
 
 def _queued(fleet: Columns) -> Numbers:
     prefill_s, growth_s, own_s, remote_s, first_s, _, disk_s = fleet.rates
-    foreign = np.maximum(fleet.waiting - fleet.queued_turns, 0.0) * FOREIGN_TOKENS * prefill_s
+    waiting = np.minimum(fleet.waiting - fleet.queued_turns, fleet.foreign)
+    foreign = np.maximum(waiting, 0.0) * FOREIGN_TOKENS * prefill_s
     seconds = (
         fleet.queued_tokens * prefill_s
         + fleet.queued_context * growth_s

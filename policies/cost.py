@@ -53,8 +53,9 @@ def costs(turn: Turn, candidate: Candidate, recent_weight: float = RECENT_WEIGHT
     if computed < 0:
         computed = 0
     prefill = computed * (prefill_s + growth_s * (prompt - computed * 0.5))
-    decoding = c.running if c.running > c.inflight + c.foreign else c.inflight + c.foreign
-    # Those that wait now will decode by the time this one is computed.
+    # Those that wait now will decode by the time this one is computed. What the worker last said it runs is a
+    # little old: it may be turns of ours that have ended, which made a session flee from where it had just been.
+    decoding = c.inflight + c.foreign
     decode = decoding * rates.decode_s * (1 + computed / STEP_TOKENS)
     eviction = 0.0
     if c.pressure > 0 and prompt > c.local_tokens:
@@ -96,7 +97,8 @@ def _waiting(recent_s: float, least: float) -> float:
 def queued_seconds(c: Candidate) -> float:
     """Seconds of work ahead: own leases, less what the oldest has had, and what others sent there."""
     rates = c.rates
-    foreign = c.waiting - c.queued_turns
+    # Our own that the worker had waiting when it was last asked may have ended since.
+    foreign = min(c.waiting - c.queued_turns, c.foreign)
     seconds = foreign * FOREIGN_TOKENS * rates.prefill_s if foreign > 0 else 0.0
     if not c.queued_turns and not c.queued_tokens:
         return seconds

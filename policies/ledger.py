@@ -100,6 +100,7 @@ class _Book:
         "learner",
         "learns",
         "opens",
+        "peak",
         "queued",
         "recent",
         "recent_at",
@@ -117,6 +118,8 @@ class _Book:
         self.learner = Learner(alike.rates)
         self._rates, self._rates_at = alike.rates, (-1, -math.inf)
         self.inflight = 0
+        # The most turns at once since the worker's report was last taken over.
+        self.peak = 0
         self.queued: dict[Ticket, None] = {}
         # Uncached and pulled tokens sent here, as of `recent_at`; both fade from then on.
         self.recent = self.recent_pulled = 0.0
@@ -149,6 +152,7 @@ class _Book:
         self.recent_pulled = self.recent_pulled * left + ticket.work.pulled
         self.recent_at = now
         self.inflight += 1
+        self.peak = max(self.peak, self.inflight)
         self.held += ticket.prompt
         if not self.queued:
             self.since, self.done, self.head_since, self.opens = now, Work(), now, 1.0
@@ -369,7 +373,10 @@ class Ledger:
         """The worker says that so many requests are under way, and use so much of its cache."""
         book, before = self._books.get(target), self._others.get(target, _NO_OTHERS)
         self._touched.add(target)
-        own_tokens, own_turns = (0, 0) if book is None else (book.decoding, book.inflight)
+        own_tokens = own_turns = 0
+        if book is not None:
+            # The report is a second old or so: turns that have ended since are in it, and are nobody else's.
+            own_tokens, own_turns, book.peak = book.decoding, book.peak, book.inflight
         self._others[target] = _Others(
             before.tokens + (used_tokens - own_tokens - before.tokens) * _REPORT_SHARE,
             before.turns + (requests - own_turns - before.turns) * _REPORT_SHARE,

@@ -82,7 +82,7 @@ def work_of(turn: Turn, candidate: Candidate, step_tokens: int) -> Work:
     own = min(candidate.own_segment_tokens, pulled)
     disk = min(candidate.disk_tokens, pulled - own)
     computed = max(0, turn.prompt_tokens - local - pulled)
-    decoding = max(candidate.running, candidate.inflight)
+    decoding = candidate.inflight + candidate.foreign
     return Work(
         computed,
         computed * (turn.prompt_tokens - computed * 0.5),

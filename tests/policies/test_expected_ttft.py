@@ -72,8 +72,16 @@ SITUATIONS = [
     ),
     (
         "requests that others sent and the worker reports",
-        [candidate("a", waiting=3.0), candidate("b", queued_tokens=2000, queued_turns=1, inflight=1)],
+        [
+            candidate("a", waiting=3.0, foreign=3.0),
+            candidate("b", queued_tokens=2000, queued_turns=1, inflight=1),
+        ],
         ("b", "recompute", "soonest"),
+    ),
+    (
+        "but not those that were waiting when it reported and have ended since",
+        [candidate("a", local_tokens=9600, waiting=3.0, running=2.0), candidate("b")],
+        ("a", "local", "longest local prefix is soonest"),
     ),
     (
         "siblings meet behind the first of them",

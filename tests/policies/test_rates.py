@@ -314,6 +314,14 @@ class TestLedger:
         assert newcomer.load("w", 3.0).foreign == pytest.approx(20, abs=0.1)
         assert newcomer.load("w", 3.0).held_tokens == pytest.approx(20_000, rel=0.01)
 
+    def test_b045_own_turns_that_ended_after_a_report_was_made_are_nobody_elses(self) -> None:
+        ledger = Ledger()
+        for second in range(5):
+            ledger.sent(Turn(1000, 0.0), Candidate("w"), second).ended(second + 0.9)
+            # Made while the turn was under way, heard of when it had ended.
+            ledger.reported("w", 1000, 1)
+            assert ledger.load("w", second + 1.0).foreign == 0
+
     def test_a_head_that_turns_share_is_held_once(self) -> None:
         ledger = Ledger()
         for _ in range(10):

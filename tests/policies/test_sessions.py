@@ -58,7 +58,7 @@ def test_of_two_known_chains_the_deepest_counts() -> None:
     # Goes on from either, and shares their beginning with both.
     for line in (("a", "b"), ("a", "x")):
         known = book.ask(keys(*line, "c"))
-        assert known == Known(name, branch=False, new=False, shared_blocks=60)
+        assert known == Known(name, branch=False, new=False, shared_blocks=60, home="w")
 
 
 def test_one_that_leaves_it_after_its_first_prompt_is_a_branch() -> None:
