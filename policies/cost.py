@@ -53,8 +53,8 @@ def costs(turn: Turn, candidate: Candidate, recent_weight: float = RECENT_WEIGHT
     if computed < 0:
         computed = 0
     prefill = computed * (prefill_s + growth_s * (prompt - computed * 0.5))
-    # Those that wait now will decode by the time this one is computed. What the worker last said it runs is a
-    # little old: it may be turns of ours that have ended, which made a session flee from where it had just been.
+    # Those that wait now will decode by the time this one is computed. What the worker said it runs is a
+    # little old: turns of ours that have ended since made a session flee from where it had just been.
     decoding = c.inflight + c.foreign
     decode = decoding * rates.decode_s * (1 + computed / STEP_TOKENS)
     eviction = 0.0

@@ -136,6 +136,9 @@ class _Book:
         self.turn_s = 0.0
 
     def rates(self, now: float) -> Rates:
+        if not self.learner.samples:
+            # At once: else it would seem faster for a second than the one that the others were learned from.
+            return self.alike.rates
         samples, at = self._rates_at
         if samples != self.learner.samples or now - at > _RATES_S:
             self._rates, self._rates_at = self.learner.among(self.alike), (self.learner.samples, now)

@@ -334,6 +334,15 @@ class TestLedger:
         assert ledger.load("w", 0.2).held_tokens == pytest.approx(2900, rel=0.01)
 
 
+def test_what_was_learned_of_one_holds_for_its_like_at_once_as_long_as_nothing_is_known_of_them() -> None:
+    ledger = Ledger()
+    for target in ("slow", "other"):
+        ledger.sent(Turn(1000, 0.0), Candidate(target), 0.0).ended(0.1)
+    assert ledger.rates("slow", 0.2) == ledger.rates("other", 0.2) == BELIEVED
+    ledger.sent(Turn(1000, 0.0), Candidate("slow"), 0.2).first_token(0.9)
+    assert ledger.rates("other", 0.95) == ledger.rates("slow", 0.95) != BELIEVED
+
+
 def test_a_busy_target_does_not_seem_faster_for_first_steps_that_overlap() -> None:
     """1.3 s that every turn takes, many at once: HTTP, tokenizing, a hand-over to decode."""
     ledger = Ledger(Rates(prefill_s=4e-5, growth_s=0.0, first_s=1.3, decode_s=0.0))
