@@ -51,6 +51,15 @@ class Plan:
         """The document as JSON would have it."""
         return plain(self.document)
 
+    def for_nobody(self, targets: Sequence[str]) -> list[str]:
+        """In words, each pattern of a rule's workers that fits none of `targets`."""
+        return [
+            f"rules[{number}].workers[{place}]: no worker fits {glob!r}"
+            for number, (rule, _) in enumerate(self._rules)
+            for place, glob in enumerate(rule.workers)
+            if not any(_is_of(target, glob) for target in targets)
+        ]
+
     def decide(self, turn: Turn, candidates: Sequence[Candidate], facts: Facts = NO_FACTS) -> Decision:
         policy, name, shown = self._default, "", candidates
         for number, (rule, own) in enumerate(self._rules):
@@ -97,14 +106,15 @@ def _any(globs: Sequence[str], name: str) -> bool:
     return not globs or any(fnmatchcase(name, glob) for glob in globs)
 
 
+def _is_of(target: str, glob: str) -> bool:
+    return fnmatchcase(target, glob) or fnmatchcase(target.split("@")[0], glob)
+
+
 def _selected(candidates: Sequence[Candidate], workers: Sequence[str], spill: bool) -> Sequence[Candidate]:
     """Of data-parallel targets the worker's name counts too, before the @."""
     if not workers:
         return candidates
-    inside = [
-        any(fnmatchcase(c.target, w) or fnmatchcase(c.target.split("@")[0], w) for w in workers)
-        for c in candidates
-    ]
+    inside = [any(_is_of(c.target, glob) for glob in workers) for c in candidates]
     if spill and not any(ok and not c.excluded for c, ok in zip(candidates, inside, strict=True)):
         return candidates
     return [

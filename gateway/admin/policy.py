@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Body, Header, Query, Response
 from pydantic import BaseModel, ConfigDict, Field, RootModel
@@ -13,6 +13,7 @@ from gateway.routing.policy_versions import PolicyVersions, Version, plan_of
 from policies import registry
 from policies.compare import Comparison, Placed, compare
 from policies.document import schema
+from workers.worker import Worker
 
 Author = Annotated[str, Query(max_length=200, description="Who changes it, for the history.")]
 Comment = Annotated[str, Query(max_length=2000, description="Why, for the history.")]
@@ -82,6 +83,7 @@ class CompareView(Answer):
 
 class ValidateAnswer(Answer):
     document: dict[str, Any] = Field(description="As it would be in force.")
+    warnings: list[str] = Field(description="What is valid and hardly meant: rules for workers nobody knows.")
     recent: CompareView = Field(description="What it would have changed of the last decisions.")
 
 
@@ -96,7 +98,13 @@ class Rollback(BaseModel):
     version: int | None = None
 
 
-def policy_routes(versions: PolicyVersions, decisions: DecisionLog) -> APIRouter:
+class Workers(Protocol):
+    """The registry of workers."""
+
+    def workers(self) -> Sequence[Worker]: ...
+
+
+def policy_routes(versions: PolicyVersions, decisions: DecisionLog, fleet: Workers) -> APIRouter:
     router = APIRouter(tags=["policy"], prefix="/policy")
 
     def shown(version: Version, response: Response) -> PolicyAnswer:
@@ -125,7 +133,10 @@ def policy_routes(versions: PolicyVersions, decisions: DecisionLog) -> APIRouter
         plan = plan_of(given)
         placed = placed_lately(decisions, last)
         found = await asyncio.to_thread(compare, placed, plan)
-        return ValidateAnswer(document=plan.as_plain, recent=CompareView.of(found))
+        known = [target.name for worker in fleet.workers() for target in worker.targets]
+        return ValidateAnswer(
+            document=plan.as_plain, warnings=plan.for_nobody(known), recent=CompareView.of(found)
+        )
 
     @router.get("/history", summary="The policy's versions")
     async def get_history() -> HistoryAnswer:

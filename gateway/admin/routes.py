@@ -149,7 +149,7 @@ def build_admin(parts: AdminParts) -> FastAPI:
     )
     errors.install(app)
     faults: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}}
-    policy = policy_routes(parts.policy, parts.decisions)
+    policy = policy_routes(parts.policy, parts.decisions, parts.fleet)
     shadow = shadow_routes(parts.router, parts.policy)
     for router in (_workers(parts), _decisions(parts), _knowledge(parts), policy, shadow):
         app.include_router(router, prefix=PREFIX, responses=faults)

@@ -49,8 +49,11 @@ def put(
 @policy.command()
 def validate(file: File, url: Url = None, admin_token: Token = None, config: Config = None) -> None:
     """Check a document, and try it on the last decisions. Changes nothing."""
-    recent = _ask("POST", "/validate", url, admin_token, config, json=_document(file))["recent"]
+    found = _ask("POST", "/validate", url, admin_token, config, json=_document(file))
     print("the document is valid")
+    for warning in found["warnings"]:
+        print(f"warning: {warning}")
+    recent = found["recent"]
     if recent["turns"]:
         moved = f"of the last {recent['turns']} turns it would have moved {recent['changed']}"
         before, after = recent["predicted_ttft_ms_before"], recent["predicted_ttft_ms_after"]

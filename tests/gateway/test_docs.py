@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from gateway.admin.routes import AdminParts, build_admin
+from gateway.admin.views import DecisionView
 from gateway.errors import TABLE
 from gateway.metrics import Metrics, Snapshot
 from gateway.settings import Settings
@@ -54,6 +55,20 @@ def test_the_metrics_and_their_labels() -> None:
 def test_the_errors() -> None:
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \| `(\w+)` \|", DOCS["operations.md"], re.MULTILINE)
     assert rows == [(str(kind.status), kind.type, kind.code) for kind in TABLE.values()]
+
+
+def test_why_a_prompt_is_not_known() -> None:
+    files = (file for room in ("store", "gateway") for file in PROJECT.glob(f"{room}/**/*.py"))
+    source = "".join(file.read_text("utf-8") for file in files)
+    codes = set(re.findall(r'(?:Unrenderable\(|unknown=)"([a-z_]+)"', source))
+    table = DOCS["admin-api.md"].partition("| `unrenderable` | is |")[2].partition("`GET")[0]
+    assert codes > {"invalid", "off"}
+    assert codes <= set(re.findall(r"`([a-z_]+)`", table))
+
+
+def test_the_decision_shown_has_what_decisions_have() -> None:
+    text = DOCS["admin-api.md"].partition("```json\n")[2].partition("```")[0]
+    DecisionView.model_validate_json(text)
 
 
 def test_links_between_documents_lead_somewhere() -> None:

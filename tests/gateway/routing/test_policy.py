@@ -103,6 +103,10 @@ async def test_a_document_is_tried_on_what_was_decided(policy: Policy) -> None:
     recent = answer["recent"]
     assert recent["turns"] == 12
     assert 0 <= recent["changed"] <= 12
+    assert answer["warnings"] == []
+    rules = [{"workers": ["127.0.0.*", "nobody-*"]}, {"workers": ["127.0.0.1:*"]}]
+    warned = (await policy.ask("POST", "/validate", {"rules": rules}))[1]["warnings"]
+    assert warned == ["rules[0].workers[1]: no worker fits 'nobody-*'"]
     same = (await policy.ask("POST", "/validate", {"policy": "expected_ttft"}))[1]["recent"]
     assert (same["changed"], same["agreement"]) == (0, 1.0)
     assert same["predicted_ttft_ms_before"] == same["predicted_ttft_ms_after"]
