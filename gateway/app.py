@@ -158,6 +158,7 @@ class Gateway:
             trusts=self.trusts,
             pool=self.pool,
             ledger=self.ledger,
+            failed=self.metrics.knowledge_failure,
         )
         links = Links(
             self.streams,

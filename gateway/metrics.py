@@ -150,6 +150,9 @@ class Metrics:
         self._decisions_not_written = counter(
             "decision_log_dropped", "Decisions that are not in the decision log's file."
         )
+        self._knowledge_failures = counter(
+            "knowledge_failures", "Turns placed without what could not be asked, which raised.", "source"
+        )
         self._overloads = counter("overloaded", "Turns turned away for want of room.")
         self._by_worker = (self._kv_events, self._upstream_errors, self._mispredicted, self._index_probes)
         for source in ("local", "pool", "computed"):
@@ -219,6 +222,10 @@ class Metrics:
     def upstream_error(self, worker: str, kind: str) -> None:
         """A try that failed; `kind` is a class such as connect, reset, timeout or status."""
         self._upstream_errors.labels(self._worker(worker), self._word("class", kind)).inc()
+
+    @_harmless
+    def knowledge_failure(self, source: str) -> None:
+        self._knowledge_failures.labels(source).inc()
 
     @_harmless
     def unrenderable(self, model: str, reason: str) -> None:

@@ -1,10 +1,11 @@
 """Where a turn goes: what is known of its prompt, then decision and lease with no await between."""
 
 import asyncio
+import logging
 import random
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -30,6 +31,8 @@ from store.placements import Placements
 from store.pool import DISK, PoolPrefix, PoolView
 from workers.fleet import Fleet
 from workers.worker import Target, Worker
+
+logger = logging.getLogger(__name__)
 
 _ENDLESS = Room()
 _NO_POOL = PoolPrefix(blocks=0, known=False)
@@ -151,7 +154,9 @@ class Router:
         room: Room = _ENDLESS,
         room_each: Room = _ENDLESS,
         draws: Draws | None = None,
+        failed: Callable[[str], None] = lambda source: None,
     ) -> None:
+        """failed: told which source of knowledge raised, `index`, `pool` or `sessions`."""
         self.plan = Plan(Document())
         self.shadow: Shadow | None = None
         self._room, self._room_each = room, room_each
@@ -167,6 +172,7 @@ class Router:
         self._full: dict[str, tuple[int, float]] = {}
         self._full_at = 0.0
         self._draws = draws or random.Random()
+        self._failed = failed
         self._computed = Placements(ttl_s=_ANNOUNCED_AFTER_S)
         self._ended: deque[tuple[float, int, int]] = deque(maxlen=_ANSWERS)
 
@@ -189,16 +195,7 @@ class Router:
         started = time.perf_counter()
         understood = await self._prompts.understand(parsed, path, body)
         pool, pool_seconds = await self._in_pool(understood)
-        held = Held({}, {})
-        if understood.prompt is not None and understood.scheme is not None:
-            chain = understood.prompt.chain
-            await self._hear_out(chain.keys)
-            limit = (understood.prompt.size - 1) // understood.scheme.block_size
-            held = self._knowledge.match(chain.keys, limit=limit)
-            now, keys = time.monotonic(), chain.keys if limit >= len(chain) else chain.keys[:limit]
-            for known in (held.blocks, held.certain):
-                soon = self._computed.extend(keys, known, now).items()
-                known |= {name: n for name, n in soon if name not in self._knowledge.contradicted}
+        held = await self._held(understood)
         seconds = time.perf_counter() - started
         draw = self._draws.random()
         named = hint(client.headers, parsed.session) or client.earlier
@@ -230,9 +227,37 @@ class Router:
             parsed.reports,
         )
 
+    async def _held(self, understood: Understood) -> Held:
+        """Leading blocks of the prompt by target, those that it will announce in a moment with them."""
+        prompt, scheme = understood.prompt, understood.scheme
+        if prompt is None or scheme is None:
+            return Held({}, {})
+        chain = prompt.chain
+        await self._hear_out(chain.keys)
+        limit = (prompt.size - 1) // scheme.block_size
+        try:
+            held = self._knowledge.match(chain.keys, limit=limit)
+            now, keys = time.monotonic(), chain.keys if limit >= len(chain) else chain.keys[:limit]
+            for known in (held.blocks, held.certain):
+                soon = self._computed.extend(keys, known, now).items()
+                known |= {name: n for name, n in soon if name not in self._knowledge.contradicted}
+        except Exception:
+            self._unanswered("index")
+            return Held({}, {})
+        return held
+
+    def _unanswered(self, source: str) -> None:
+        """Called while what a source of knowledge raised is handled: costs the turn that knowledge alone."""
+        logger.exception("the %s could not be asked; a turn goes on without it", source)
+        self._failed(source)
+
     def _session(self, named: str, model: str, keys: Sequence[int], goes_on: bool) -> Known:
         """goes_on: from a stored response, so that it can't be new."""
-        known = self.sessions.find(named, model, keys)
+        try:
+            known = self.sessions.find(named, model, keys)
+        except Exception:
+            self._unanswered("sessions")
+            return NOBODY
         return replace(known, new=False) if goes_on and known.new else known
 
     def _named_headers(self, headers: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
@@ -260,7 +285,11 @@ class Router:
         limit = (prompt.size - 1) // scheme.block_size
         if not limit:
             return _NO_POOL, None
-        found = await self._pool.prefix(prompt.chain, layout, limit=limit)
+        try:
+            found = await self._pool.prefix(prompt.chain, layout, limit=limit)
+        except Exception:
+            self._unanswered("pool")
+            found = _NO_POOL
         return found, time.perf_counter() - asked
 
     def computed(self, sight: Sight, target: Target) -> None:
