@@ -205,6 +205,8 @@ class Cycle(RequestResponseCycle):
         if self.expected_content_length:
             raise RuntimeError("a body shorter than its content-length")
         self.response_complete = True
+        # They refer to this object, which refers to them.
+        self.scope.pop("extensions", None)
         self.message_event.set()
         if not self.keep_alive:
             self.transport.close()

@@ -13,18 +13,19 @@ class Deadline:
     at: loop time, None: no limit.
     """
 
-    __slots__ = ("_at", "_before", "_expired", "_task", "_timer")
+    __slots__ = ("_after", "_at", "_before", "_expired", "_task", "_timer")
 
-    def __init__(self, at: float | None) -> None:
+    def __init__(self, at: float | None, after: float = 0.0) -> None:
         self._at = at
+        self._after = after
         self._timer: asyncio.TimerHandle | None = None
         self._expired = False
         self._before = 0
 
     @classmethod
     def after(cls, seconds: float) -> "Deadline":
-        """In so many seconds from now, 0: never."""
-        return cls(asyncio.get_running_loop().time() + seconds if seconds else None)
+        """So many seconds after it is entered, 0: never."""
+        return cls(None, seconds)
 
     def __enter__(self) -> "Deadline":
         loop = asyncio.get_running_loop()
@@ -32,8 +33,11 @@ class Deadline:
         assert task is not None
         self._task = task
         self._before = task.cancelling()
-        if self._at is not None:
-            self._timer = loop.call_at(self._at, self.expire)
+        # uvloop's own `call_at` takes 1.2 us, its `call_later` 0.7.
+        if self._after:
+            self._timer = loop.call_later(self._after, self.expire)
+        elif self._at is not None:
+            self._timer = loop.call_later(max(0.0, self._at - loop.time()), self.expire)
         return self
 
     def expire(self) -> None:

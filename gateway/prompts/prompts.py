@@ -23,6 +23,8 @@ from workers.worker import ModelCard, Worker
 
 logger = logging.getLogger(__name__)
 
+_DEFAULTS = ModelSettings()
+_ALGOS = frozenset(get_args(HashAlgo))
 # A turn whose prompt is not known by then is placed by load: knowledge may cost cache hits, never a request.
 _BUDGET_S = 5.0
 
@@ -85,10 +87,10 @@ class ModelPrompts:
 
     def reported(self, worker: Worker, model: str) -> HashScheme | None:
         """As settings and the worker's metrics have it; the seed is an assumption unless it is set."""
-        settings = self._models.get(model) or ModelSettings()
+        settings = self._models.get(model) or _DEFAULTS
         block_size = settings.block_size or worker.report.block_size
         algo = worker.report.hash_algo if settings.hash_algo == "auto" else settings.hash_algo
-        if not block_size or algo not in get_args(HashAlgo):
+        if not block_size or algo not in _ALGOS:
             return None
         seed = None if settings.hash_seed == "auto" else settings.hash_seed
         return HashScheme(cast(HashAlgo, algo), block_size, seed)
@@ -113,7 +115,7 @@ class ModelPrompts:
 
     def source(self, worker: Worker, card: ModelCard) -> PromptSource:
         """The source for `card`'s tokenizer; it starts loading when first asked for."""
-        settings = self._models.get(card.id) or ModelSettings()
+        settings = self._models.get(card.id) or _DEFAULTS
         base = worker.card(card.parent) or card
         path = settings.tokenizer or base.root
         source = self._sources.get(path)

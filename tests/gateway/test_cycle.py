@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from gateway.asgi import BODY_FOLLOWS
+from gateway.asgi import BODY_FOLLOWS, CLIENT
 from gateway.cycle import Cycle
 from gateway.errors import PayloadTooLarge, RequestTimeout
 
@@ -75,6 +76,17 @@ async def test_the_head_of_an_answer_goes_out_with_its_first_piece() -> None:
     await cycle.send(piece(b"{}"))
     assert wire.writes == [b"HTTP/1.1 200 OK\r\ndate: now\r\ncontent-length: 2\r\n\r\n{}"]
     assert cycle.response_complete
+
+
+async def test_nothing_of_an_answered_request_waits_for_the_garbage_collector() -> None:
+    cycle, _ = made()
+    scope: dict[str, Any] = cast(dict[str, Any], cycle.scope)
+    scope["extensions"] = {CLIENT: cycle}
+    await cycle.send(start(LENGTH))
+    await cycle.send(piece(b"{}"))
+    there = weakref.ref(cycle)
+    del cycle, scope
+    assert there() is None
 
 
 @pytest.mark.parametrize("size", [3, 1 << 20])
