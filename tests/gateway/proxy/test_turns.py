@@ -299,11 +299,11 @@ async def test_b038_a_reset_before_any_byte_is_tried_again_and_after_output_neve
             assert (await answer.read()).endswith(b"data: [DONE]\n\n")
     assert len(good.received) == 6
 
-    late = await peers(reset_after_output)
-    gate = await front(late)
+    late = [await peers(reset_after_output) for _ in range(2)]
+    gate = await front(*late)  # there is another one that could take it
     async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body(stream=True)) as answer:
         got = await answer.read()
-    assert len(late.received) == 1
+    assert sum(len(peer.received) for peer in late) == 1
     assert_broken_stream(got, b'data: {"i":0}\n\n')
     await gate.idle()
 
