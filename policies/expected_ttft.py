@@ -6,9 +6,10 @@ from math import inf
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
-from policies.columns import Columns, Places, total_costs
+from policies.columns import Columns, Places, lightest, total_costs
 from policies.cost import RECENT_WEIGHT, TERMS, costs
 from policies.load import pick_least_loaded
 from policies.spread import eligible, unplaced
@@ -32,7 +33,8 @@ class ExpectedTtftOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 _DEFAULTS = ExpectedTtftOptions()
-_NEAR_S = 1e-3
+# What columns may be off by, as they know recent work to a token or two.
+_NEAR_S = 1e-4
 
 
 class ExpectedTtft:
@@ -74,11 +76,18 @@ class ExpectedTtft:
         )
 
     def shortlist(self, turn: Turn, fleet: Columns) -> Places:
-        """Those among equals, and who is so near to it that more exact figures may tell."""
+        """Of those that are equals whatever more exact figures say, who has the longest prefix and least to
+        do; the lowest itself, by which equals are told; and all of whom such figures may decide."""
         able = fleet.able
         totals = total_costs(turn, fleet, self._weight(turn))[able]
         lowest = totals.min(initial=inf)
-        return able[totals <= lowest + max(self._tie_s, lowest * self._tie_share) + _NEAR_S]
+        bound = lowest + max(self._tie_s, lowest * self._tie_share)
+        unsure = able[np.abs(totals - bound) <= _NEAR_S]
+        equal = able[totals < bound - _NEAR_S]
+        near = np.flatnonzero(totals <= lowest + _NEAR_S)
+        first = near[np.unique(totals[near], return_index=True)[1]]
+        longest = fleet.local_tokens[equal] == fleet.local_tokens[equal].max(initial=0.0)
+        return np.unique(np.concatenate((unsure, able[first], lightest(fleet, equal[longest]))))
 
     def _terms(self, turn: Turn, candidate: Candidate) -> dict[str, float]:
         return dict(zip(TERMS, costs(turn, candidate, self._weight(turn)), strict=True))

@@ -375,15 +375,17 @@ class Ledger:
     def reported(self, target: str, used_tokens: int, requests: float) -> None:
         """The worker says that so many requests are under way, and use so much of its cache."""
         book, before = self._books.get(target), self._others.get(target, _NO_OTHERS)
-        self._touched.add(target)
         own_tokens = own_turns = 0
         if book is not None:
             # The report is a second old or so: turns that have ended since are in it, and are nobody else's.
             own_tokens, own_turns, book.peak = book.decoding, book.peak, book.inflight
-        self._others[target] = _Others(
+        others = _Others(
             before.tokens + (used_tokens - own_tokens - before.tokens) * _REPORT_SHARE,
             before.turns + (requests - own_turns - before.turns) * _REPORT_SHARE,
         )
+        if others != before:
+            self._others[target] = others
+            self._touched.add(target)
 
     def forget(self, target: str) -> None:
         """It is gone, or another process: what it did and how fast is void. Open tickets end harmlessly."""

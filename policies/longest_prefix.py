@@ -71,7 +71,9 @@ class LongestPrefix:
         able = fleet.able
         prefixes = np.maximum(fleet.local_tokens, fleet.coming_tokens)[able]
         holders = able[prefixes == prefixes.max(initial=0.0)]
-        return np.union1d(lightest(fleet, holders), lightest(fleet, able))
+        return np.array(
+            sorted({*lightest(fleet, holders).tolist(), *lightest(fleet, able).tolist()}), dtype=np.intp
+        )
 
     def _choose(self, turn: Turn, able: list[Candidate]) -> tuple[Candidate, str]:
         prefixes = [max(c.local_tokens, c.coming_tokens) for c in able]

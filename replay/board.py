@@ -17,7 +17,7 @@ from policies.types import Rates, Turn
 from replay.pool import Places
 
 # From so many instances on it is quicker to look at all at once first.
-MANY: Final = 24
+MANY: Final = 48
 _RATES: Final = 7
 _RATES_S: Final = 1.0
 
@@ -39,7 +39,7 @@ class Board:
         # As the ledger does: anew when something was learned of a target, and every second.
         self._rates: Final[list[Rates | None]] = [None] * count
         self._rates_at: Final = np.full(count, -math.inf)
-        self._unused: set[int] = set(range(count))
+        self._unlearned: Final = np.ones(count, dtype=bool)
 
     def stand(self, standings: Sequence[Standing]) -> None:
         fleet = self._columns
@@ -109,14 +109,18 @@ class Board:
             self._rate(touched, now)
 
     def _rate(self, touched: Sequence[int], now: float) -> None:
-        """Those that were given nothing yet are taken to be as the others are now."""
-        used = self._ledger.targets()
+        """Those of which nothing was learned yet are all taken to be as the others are now."""
+        fleet, ledger, names = self._columns, self._ledger, self._names
         for number in touched:
-            (self._unused.discard if self._names[number] in used else self._unused.add)(number)
-        due = np.flatnonzero(now - self._rates_at > _RATES_S).tolist()
-        for number in {*touched, *due, *self._unused}:
-            rates = self._ledger.rates(self._names[number], now)
-            if rates is not self._rates[number]:
-                self._columns.rates[:, number] = msgspec.structs.astuple(rates)[:_RATES]
+            self._unlearned[number] = not ledger.samples(names[number])
+        due = np.flatnonzero((now - self._rates_at > _RATES_S) & ~self._unlearned).tolist()
+        for number in {*touched, *due}:
+            rates = None if self._unlearned[number] else ledger.rates(names[number], now)
+            if rates is not None and rates is not self._rates[number]:
+                fleet.rates[:, number] = msgspec.structs.astuple(rates)[:_RATES]
             self._rates[number] = rates
-            self._rates_at[number] = self._ledger.rated_at(self._names[number], now)
+            self._rates_at[number] = ledger.rated_at(names[number], now)
+        alike = np.flatnonzero(self._unlearned)
+        if len(alike):
+            rates = ledger.rates(names[int(alike[0])], now)
+            fleet.rates[:, alike] = np.array(msgspec.structs.astuple(rates)[:_RATES])[:, None]

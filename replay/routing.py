@@ -132,7 +132,9 @@ class PolicyChooser:
         self._down: Final[set[int]] = set()
         self._names: Final = [_name(each.number) for each in instances]
         self._number = 0
-        many = len(instances) >= MANY and isinstance(policy, Shortlists)
+        # Looked at once: to ask whether it has a shortlist takes as long as ten candidates.
+        self._shortlists: Final = policy if isinstance(policy, Shortlists) else None
+        many = len(instances) >= MANY and self._shortlists is not None
         self._board: Final = Board(self._names, self._ledger, self._size, timed) if many else None
         self._events: Final[deque[tuple[float, str, Blocks, bool]]] = deque()
         self._reported_at = -EVERY_S
