@@ -19,7 +19,7 @@ class Client(Protocol):
     """The client of one request, for what ASGI's messages can't say or cost more for."""
 
     async def whole_body(self, limit: int, pause_s: float) -> bytes | None:
-        """The whole body, None if the client left: instead of `receive`, at half its cost.
+        """The whole body, None if the client left. Instead of `receive`.
 
         Raises PayloadTooLarge beyond `limit` bytes (0: no limit), RequestTimeout where nothing of it comes
         for `pause_s` seconds (0: no limit).
