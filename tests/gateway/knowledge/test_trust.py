@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,43 @@ KEYS = list(chain(TOKENS, HashScheme("sha256_cbor", 32)).keys)
 WHOLE = stored(KEYS, token_ids=TOKENS[: 32 * 8])
 
 
+@dataclass
 class Site:
-    """One worker that reports as many cached tokens as a test wants, and the gateway before it."""
+    """One worker that announces what a test wants and reports as many cached tokens, and the gateway."""
 
-    def __init__(self) -> None:
-        self.cached = 0
+    peer: Peer
+    publisher: Publisher
+    cached: int = 0
+    gate: Any = None
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.peer.port}"
+
+    async def announced(self, message: bytes, blocks: int) -> None:
+        """Publish, and wait until the index has so many blocks."""
+        self.publisher.publish(message)
+        index = self.gate.gateway.knowledge.index
+        await self.gate.until(lambda: index.sizes() == {(self.target, "gpu"): blocks})
 
     async def answer(self, _: Received, connection: Connection) -> None:
         details = {"cached_tokens": self.cached}
         usage = {"prompt_tokens": len(TOKENS), "completion_tokens": 1, "prompt_tokens_details": details}
         content = json.dumps({"choices": [], "usage": usage}).encode()
         await connection.answer(200, content, "content-type: application/json")
+
+
+@pytest.fixture
+async def site(peers, front, tmp_path: Path) -> AsyncIterator[Site]:
+    async def answer(received: Received, connection: Connection) -> None:
+        await site.answer(received, connection)
+
+    peer: Peer = await peers(answer)
+    live, replay, _ = announce_from(peer, tmp_path / "tiny")
+    with publishing(lambda: Publisher(live, replay, buffer=2)) as publisher:
+        site = Site(peer, publisher)
+        site.gate = await front(peer)
+        yield site
 
 
 async def credit(gate: Any) -> int:
@@ -49,130 +77,95 @@ async def turn(gate: Any, tokens: list[int] = TOKENS, **more: Any) -> None:
     await gate.until(lambda: total.turns + total.excused > before)
 
 
-async def test_a_worker_whose_answers_contradict_its_events_is_believed_in_part(
-    peers, front, tmp_path: Path
-) -> None:
-    site = Site()
-    peer: Peer = await peers(site.answer)
-    live, replay, _ = announce_from(peer, tmp_path / "tiny")
-    target = f"127.0.0.1:{peer.port}"
-    with publishing(lambda: Publisher(live, replay)) as publisher:
-        gate = await front(peer)
-        publisher.publish(WHOLE)
-        await gate.until(lambda: gate.gateway.knowledge.index.sizes() == {(target, "gpu"): 8})
-        assert await credit(gate) == 256
-        for _ in range(8):
-            await turn(gate)
-            # What was not there is announced again, and is not there again.
-            publisher.publish(WHOLE)
-            await gate.until(lambda: gate.gateway.knowledge.index.sizes() == {(target, "gpu"): 8})
-        assert await credit(gate) == 128
-        entry = (await page(gate, "/admin/v1/index"))["targets"][0]
-        assert (entry["trust"], entry["stream"], entry["believed"]) == ("degraded", "exact", 0.5)
-        assert "2048 tokens" in entry["why"]
-        assert f"index of {target}: of 2048 tokens" in str((await page(gate, "/ready"))["reasons"])
-        audit = await page(gate, "/admin/v1/audit")
-        assert audit["demoted"].keys() == {target}
-        assert audit["series"][0]["errors"] == {
-            **dict.fromkeys(("0", "16", "64", "1024", "4096", "16384", "65536", "more"), 0),
-            "256": 8,
-        }
-        metrics = await page(gate, "/metrics")
-        labels = f'{{kind="over",model="m",tier="local",worker="{target}"}}'
-        assert f"moongate_mispredicted_tokens_total{labels} 2048.0" in metrics
-        assert f'moongate_index_trust{{worker="{target}"}} 0.5' in metrics
+async def test_a_worker_whose_answers_contradict_its_events_is_believed_in_part(site: Site) -> None:
+    gate, target = site.gate, site.target
+    await site.announced(WHOLE, 8)
+    assert await credit(gate) == 256
+    for _ in range(8):
+        await turn(gate)
+        # What was not there is announced again, and is not there again.
+        await site.announced(WHOLE, 8)
+    assert await credit(gate) == 128
+    entry = (await page(gate, "/admin/v1/index"))["targets"][0]
+    assert (entry["trust"], entry["stream"], entry["believed"]) == ("degraded", "exact", 0.5)
+    assert "2048 tokens" in entry["why"]
+    assert f"index of {target}: of 2048 tokens" in str((await page(gate, "/ready"))["reasons"])
+    audit = await page(gate, "/admin/v1/audit")
+    assert audit["demoted"].keys() == {target}
+    assert audit["series"][0]["errors"] == {
+        **dict.fromkeys(("0", "16", "64", "1024", "4096", "16384", "65536", "more"), 0),
+        "256": 8,
+    }
+    metrics = await page(gate, "/metrics")
+    labels = f'{{kind="over",model="m",tier="local",worker="{target}"}}'
+    assert f"moongate_mispredicted_tokens_total{labels} 2048.0" in metrics
+    assert f'moongate_index_trust{{worker="{target}"}} 0.5' in metrics
 
-        site.cached = 256
-        for _ in range(8):
-            await turn(gate)
-        assert await credit(gate) == 256
-        assert (await page(gate, "/admin/v1/index"))["targets"][0]["why"] == ""
+    site.cached = 256
+    for _ in range(8):
+        await turn(gate)
+    assert await credit(gate) == 256
+    assert (await page(gate, "/admin/v1/index"))["targets"][0]["why"] == ""
 
 
 async def test_b014_what_an_answer_refuted_is_not_promised_again_before_it_is_announced_again(
-    peers, front, tmp_path: Path
+    site: Site,
 ) -> None:
-    site = Site()
-    peer: Peer = await peers(site.answer)
-    live, replay, _ = announce_from(peer, tmp_path / "tiny")
-    target = f"127.0.0.1:{peer.port}"
-    with publishing(lambda: Publisher(live, replay)) as publisher:
-        gate = await front(peer)
-        publisher.publish(WHOLE)
-        await gate.until(lambda: gate.gateway.knowledge.index.sizes() == {(target, "gpu"): 8})
-        for _ in range(3):
-            await turn(gate)
-        audit = await page(gate, "/admin/v1/audit")
-        assert [mismatch["predicted"] for mismatch in audit["mismatches"]] == [256]
-        assert await credit(gate) == 0
-        publisher.publish(stored(KEYS[:4], token_ids=TOKENS[: 32 * 4]))
-        await gate.until(lambda: gate.gateway.knowledge.index.sizes() == {(target, "gpu"): 4})
-        async with asyncio.timeout(20):
-            # It announces again: for half a second what it has just computed counts, too.
-            while await credit(gate) != 128:
-                await asyncio.sleep(0.02)
+    gate = site.gate
+    await site.announced(WHOLE, 8)
+    for _ in range(3):
+        await turn(gate)
+    audit = await page(gate, "/admin/v1/audit")
+    assert [mismatch["predicted"] for mismatch in audit["mismatches"]] == [256]
+    assert await credit(gate) == 0
+    await site.announced(stored(KEYS[:4], token_ids=TOKENS[: 32 * 4]), 4)
+    async with asyncio.timeout(20):
+        # It announces again: for half a second what it has just computed counts, too.
+        while await credit(gate) != 128:
+            await asyncio.sleep(0.02)
 
 
-async def test_b011_a_report_that_a_client_asks_for_leaves_no_ghost(peers, front, tmp_path: Path) -> None:
-    site = Site()
-    peer: Peer = await peers(site.answer)
-    live, replay, _ = announce_from(peer, tmp_path / "tiny")
-    target = f"127.0.0.1:{peer.port}"
-    with publishing(lambda: Publisher(live, replay)) as publisher:
-        gate = await front(peer)
-        index = gate.gateway.knowledge.index
-        publisher.publish(WHOLE)
-        await gate.until(lambda: index.sizes() == {(target, "gpu"): 8})
-        site.cached = 256
-        await turn(gate, vllm_xargs={"kv_cache_report_mode": "full"})
-        publisher.publish(WHOLE)
-        publisher.publish(removed(KEYS[6:]))
-        await gate.until(lambda: index.sizes() == {(target, "gpu"): 6})
+async def test_b011_a_report_that_a_client_asks_for_leaves_no_ghost(site: Site) -> None:
+    gate, publisher, target = site.gate, site.publisher, site.target
+    index = gate.gateway.knowledge.index
+    await site.announced(WHOLE, 8)
+    site.cached = 256
+    await turn(gate, vllm_xargs={"kv_cache_report_mode": "full"})
+    publisher.publish(WHOLE)
+    publisher.publish(removed(KEYS[6:]))
+    await gate.until(lambda: index.sizes() == {(target, "gpu"): 6})
 
 
-async def test_hits_that_nothing_foresaw_show_that_the_worker_hashes_otherwise(
-    peers, front, tmp_path: Path
-) -> None:
-    site = Site()
-    peer: Peer = await peers(site.answer)
-    live, replay, _ = announce_from(peer, tmp_path / "tiny")
-    target = f"127.0.0.1:{peer.port}"
-    with publishing(lambda: Publisher(live, replay)) as publisher:
-        gate = await front(peer)
-        publisher.publish(stored([1, 2, 3]))
-        await gate.until(lambda: gate.gateway.knowledge.index.sizes() == {(target, "gpu"): 3})
-        site.cached = 256
-        for number in range(8):
-            await turn(gate, [number + 5, *TOKENS])
-        assert "hash seed" in (await page(gate, "/admin/v1/index"))["targets"][0]["why"]
+async def test_hits_that_nothing_foresaw_show_that_the_worker_hashes_otherwise(site: Site) -> None:
+    gate = site.gate
+    await site.announced(stored([1, 2, 3]), 3)
+    site.cached = 256
+    for number in range(8):
+        await turn(gate, [number + 5, *TOKENS])
+    assert "hash seed" in (await page(gate, "/admin/v1/index"))["targets"][0]["why"]
 
 
 @pytest.mark.parametrize("how", ["answer", "cleared"])
 async def test_b010_what_missing_events_may_have_removed_counts_in_part_until_it_is_proven(
-    peers, front, tmp_path: Path, how: str
+    site: Site, how: str
 ) -> None:
-    site = Site()
-    peer: Peer = await peers(site.answer)
-    live, replay, _ = announce_from(peer, tmp_path / "tiny")
-    target = f"127.0.0.1:{peer.port}"
-    with publishing(lambda: Publisher(live, replay, buffer=2)) as publisher:
-        gate = await front(peer)
-        is_in = state(gate, target)
-        publisher.publish(WHOLE)
+    gate, publisher, target = site.gate, site.publisher, site.target
+    is_in = state(gate, target)
+    publisher.publish(WHOLE)
+    await gate.until(is_in("exact"))
+    assert await credit(gate) == 256
+    publisher.publish(removed([KEYS[-1]]), lost=True)
+    for key in range(4):
+        publisher.publish(stored([key]), lost=key < 3)
+    await gate.until(is_in("degraded"))
+    assert await credit(gate) == 128
+    assert "cannot be replayed" in (await page(gate, "/admin/v1/index"))["targets"][0]["why"]
+    if how == "answer":
+        site.cached = 224
+        await turn(gate)
+        held = gate.gateway.knowledge.match(KEYS)
+        assert (held.blocks[target], held.certain[target]) == (7, 7)
+    else:
+        publisher.publish(cleared(), WHOLE)
         await gate.until(is_in("exact"))
         assert await credit(gate) == 256
-        publisher.publish(removed([KEYS[-1]]), lost=True)
-        for key in range(4):
-            publisher.publish(stored([key]), lost=key < 3)
-        await gate.until(is_in("degraded"))
-        assert await credit(gate) == 128
-        assert "cannot be replayed" in (await page(gate, "/admin/v1/index"))["targets"][0]["why"]
-        if how == "answer":
-            site.cached = 224
-            await turn(gate)
-            held = gate.gateway.knowledge.match(KEYS)
-            assert (held.blocks[target], held.certain[target]) == (7, 7)
-        else:
-            publisher.publish(cleared(), WHOLE)
-            await gate.until(is_in("exact"))
-            assert await credit(gate) == 256
