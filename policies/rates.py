@@ -141,6 +141,7 @@ class Learner:
         "_known",
         "_measured",
         "_prior",
+        "_seconds",
         "_sides",
         "_strange",
         "_theta",
@@ -156,6 +157,8 @@ class Learner:
         # Rates are fitted as multiples of the prior: numbers about 1, all uncertain by about as much.
         self._prior = np.array([max(v, 1e-12) for v in msgspec.structs.astuple(prior)[:_N]])
         self._theta = np.ones(_N)
+        # As in `rates`; an array takes longer to make than to go by.
+        self._seconds = np.array(msgspec.structs.astuple(prior)[:_N])
         self._known = np.zeros((_N, _N))
         self._usual = np.zeros(_N)
         self._at = 0.0
@@ -229,7 +232,8 @@ class Learner:
         theta[0] = max(theta[0], _LEAST)
         self._theta = theta
         sure = np.minimum(np.maximum(1.0 - spread * _PRIOR, 0.0), 1.0).round(4).tolist()
-        self.rates = _rates(theta * self._prior, sure)
+        self._seconds = theta * self._prior
+        self.rates = _rates(self._seconds, sure)
 
     def among(self, alike: "Learner") -> Rates:
         """The rates to go by where `alike` has learned from this target and others like it.
@@ -239,7 +243,7 @@ class Learner:
         """
         if not self.samples:
             return alike.rates
-        own, common = np.array(_seconds(self.rates)), np.array(_seconds(alike.rates))
+        own, common = self._seconds, alike._seconds
         ratio = max(float(own @ self._usual), 1e-9) / max(float(common @ self._usual), 1e-9)
         apart = (abs(math.log(ratio)) - _SAME) / (_OTHER - _SAME)
         if apart <= 0.0:
@@ -248,10 +252,6 @@ class Learner:
             return self.rates
         confidence = np.array(self.rates.confidence) * apart + np.array(alike.rates.confidence) * (1 - apart)
         return _rates(own * apart + common * (1 - apart), confidence.round(4).tolist())
-
-
-def _seconds(rates: Rates) -> tuple[float, ...]:
-    return msgspec.structs.astuple(rates)[:_N]
 
 
 def _rates(seconds: Iterable[float], confidence: Iterable[float]) -> Rates:
