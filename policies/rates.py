@@ -6,7 +6,8 @@ stays as it was. Errors count by share, so that a long turn is worth no more tha
 """
 
 import math
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, cast
 
 import msgspec
@@ -25,9 +26,15 @@ _KEEP: Final = 0.85
 _NOISE: Final = 0.2
 # Shorter times are mostly the network's and the scheduler's.
 _FLOOR_S: Final = 0.005
-# A sample so many times off is put aside. Several on the same side are no chance: the target has changed.
+# A sample so many times off is put aside.
 _STRANGE: Final = 2.5
-_STRANGE_IN_A_ROW: Final = 3
+# The target has changed where the logarithms by which samples are off on one side, each less _CHANCE, add up
+# to as much as three strange ones make, without having fallen to nothing. (Three in a row alone missed two in
+# ten changes to a third of the speed: noise, and what does not get slower with the engine, broke the row.)
+_CHANCE: Final = math.log(1.5)
+_CHANGED: Final = 3 * (math.log(_STRANGE) - _CHANCE) - 1e-9
+# The last of them that the new rates rest on.
+_SINCE: Final = 8
 # What a change leaves of what was measured before it.
 _KEEP_AFTER_CHANGE: Final = 0.05
 # Measurements count half after so long.
@@ -132,18 +139,38 @@ class InUnits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
+class _Drift:
+    """How far samples are off on one side, summed up (a CUSUM). side: 1 for slower than expected, -1."""
+
+    __slots__ = ("_side", "_sum", "since")
+
+    def __init__(self, side: int) -> None:
+        self._side = side
+        self._sum = 0.0
+        self.since: deque[tuple[np.ndarray[Any, Any], float]] = deque(maxlen=_SINCE)
+
+    def add(self, off: float, amounts: "np.ndarray[Any, Any]", seconds: float) -> bool:
+        """Whether it is too much for chance, with this sample that is off by `off`, a logarithm."""
+        self._sum += min(self._side * off, math.log(_STRANGE)) - _CHANCE
+        if self._sum <= 0.0:
+            self._sum = 0.0
+            self.since.clear()
+            return False
+        self.since.append((amounts, seconds))
+        return self._sum >= _CHANGED
+
+
 class Learner:
     """The rates of one target. Time is passed in, in seconds of any clock that does not go back."""
 
     __slots__ = (
         "_at",
+        "_drifts",
         "_keep",
         "_known",
         "_measured",
         "_prior",
         "_seconds",
-        "_sides",
-        "_strange",
         "_theta",
         "_usual",
         "rates",
@@ -163,8 +190,7 @@ class Learner:
         self._usual = np.zeros(_N)
         self._at = 0.0
         self._measured = False
-        self._strange: list[tuple[np.ndarray[Any, Any], float]] = []
-        self._sides = 0
+        self._drifts = _Drift(1), _Drift(-1)
 
     def share(self, targets: int) -> None:
         """Samples come from so many targets."""
@@ -178,22 +204,21 @@ class Learner:
         self._age(now)
         self.samples += 1
         self._usual += (work_done - self._usual) / min(self.samples, _USUAL)
-        ratio = max(seconds, _FLOOR_S) / max(expected, _FLOOR_S)
-        if self._measured and not 1 / _STRANGE < ratio < _STRANGE:
-            side = 1 if ratio > 1 else -1
-            if self._sides * side < 0:
-                self._strange.clear()
-            self._sides = side
-            self._strange.append((amounts, seconds))
-            if len(self._strange) < _STRANGE_IN_A_ROW:
+        off = math.log(max(seconds, _FLOOR_S) / max(expected, _FLOOR_S))
+        if self._measured:
+            for drift in self._drifts:
+                if drift.add(off, amounts, seconds):
+                    self._change(drift.since)
+                    return
+            if abs(off) >= math.log(_STRANGE):
                 return
-            self._known *= _KEEP_AFTER_CHANGE
-            changed, self._strange = self._strange, []
-            for each, took in changed:
-                self._take(each, took)
-            return
-        del self._strange[:1]
         self._take(amounts, seconds)
+
+    def _change(self, since: Sequence[tuple["np.ndarray[Any, Any]", float]]) -> None:
+        self._known *= _KEEP_AFTER_CHANGE
+        for amounts, seconds in since:
+            self._take(amounts, seconds)
+        self._drifts = _Drift(1), _Drift(-1)
 
     def _age(self, now: float) -> None:
         if self._at:

@@ -20,6 +20,7 @@ rates = st.builds(
     remote_s=st.floats(0, 1e-3),
     first_s=st.floats(0, 1),
     decode_s=st.floats(0, 1e-2),
+    disk_s=st.floats(0, 1e-3),
 )
 
 
@@ -31,10 +32,13 @@ def candidates(max_size: int = 8) -> st.SearchStrategy[list[Candidate]]:
         local_tokens=tokens,
         pool_tokens=tokens,
         own_segment_tokens=tokens,
+        disk_tokens=st.one_of(st.just(0), tokens),
         coming_tokens=st.one_of(st.just(0), tokens),
         queued_tokens=tokens,
         queued_context=st.floats(0, 1e9),
+        queued_own_tokens=tokens,
         queued_remote_tokens=tokens,
+        queued_disk_tokens=tokens,
         queued_turns=st.integers(0, 5),
         head_tokens=tokens,
         head_s=st.floats(0, 100),
@@ -49,6 +53,8 @@ def candidates(max_size: int = 8) -> st.SearchStrategy[list[Candidate]]:
         capacity_tokens=st.sampled_from([0, 20_000, 60_000]),
         turn_s=st.floats(0, 20),
         pressure=st.floats(0, 1),
+        role=st.sampled_from(["both", "both", "prefill", "decode"]),
+        rank=st.sampled_from([None, 0, 1]),
         weight=st.sampled_from([1.0, 1.0, 0.5, 3.0]),
         rates=rates,
     )

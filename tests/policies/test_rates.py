@@ -106,6 +106,22 @@ def test_of_several_alike_the_one_that_slows_to_a_third_is_seen_within_20_turns_
     assert found == pytest.approx([true_seconds(SLOW, 4000)] * 3, rel=0.15)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_change_that_noise_hides_in_part_is_seen_as_soon(seed: int) -> None:
+    """A third of the speed, but the network is as quick as before: few turns in a row are far off."""
+    learner, random = Learner(), Random(seed)
+
+    def turns(count: int, slower: float) -> float:
+        for _ in range(count):
+            tokens = random.randint(300, 6000)
+            took = (0.01 + tokens * 1e-4) * slower * random.lognormvariate(0, 0.2)
+            learner.learn(Work(tokens, tokens * tokens / 2, turns=1), took, 1.0)
+        return seconds(learner.rates, 4000)
+
+    before = turns(60, 1.0)
+    assert turns(12, 2.6) == pytest.approx(before * 2.6, rel=0.25)
+
+
 def test_one_turn_that_took_long_changes_little() -> None:
     learner, random = Learner(), Random(4)
     for i in range(20):
