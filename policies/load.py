@@ -5,6 +5,10 @@ from collections.abc import Sequence
 from policies.spread import eligible, first, seed_of, unplaced
 from policies.types import Candidate, Decision, Policy, Turn, action_of
 
+# What each turn under way counts as in bounds on load: it decodes, and all its prompt may have been cached.
+# An agent's turn computes 1,000 to 3,000 tokens. Without this all turns that share a head would stay at one.
+TURN_TOKENS = 1024
+
 
 def load_key(candidate: Candidate) -> tuple[float, float, float, float]:
     """Own leases first (exact and current) with the turns of others (known from reports, so only whole ones),
@@ -19,6 +23,12 @@ def load_key(candidate: Candidate) -> tuple[float, float, float, float]:
         candidate.waiting / weight,
         candidate.recent_tokens / weight,
     )
+
+
+def work(candidate: Candidate) -> float:
+    """Load as bounds go by it, in tokens: uncached ones, ahead and of late, and some for each turn."""
+    turns = candidate.inflight + int(candidate.foreign)
+    return (candidate.queued_tokens + candidate.recent_tokens + turns * TURN_TOKENS) / candidate.weight
 
 
 def pick_least_loaded(candidates: Sequence[Candidate], draw: float) -> Candidate:

@@ -11,8 +11,9 @@ from msgspec.structs import replace as with_fields
 
 from policies import registry
 from policies.document import Document, Guards, Match, plain
+from policies.load import least_loaded, work
 from policies.pair import placed
-from policies.types import Candidate, Decision, Turn
+from policies.types import Candidate, Decision, Policy, Turn
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -71,11 +72,7 @@ class Plan:
         shown = _guarded(shown, self._guards, fired)
         short = self._guards.min_prefix_tokens
         weighed = [_without_short(c, short) for c in shown] if short else shown
-        try:
-            decision = placed(policy, turn, weighed)
-        except Exception:
-            # An installed policy's fault must not be a turn's.
-            decision = replace(placed(self._fallback, turn, weighed), reason="the policy failed, fallback")
+        decision = self._decided(policy, turn, weighed)
         if not turn.prompt_tokens:
             # What its target will do with a prompt that nobody knows can't be said.
             decision = replace(decision, action="none")
@@ -85,6 +82,17 @@ class Plan:
         if short and weigh is not None:
             weigh = partial(_as_weighed, weigh, short)
         return replace(decision, candidates=tuple(shown), weigh=weigh, rule=name, guards=tuple(fired))
+
+    def _decided(self, policy: Policy, turn: Turn, candidates: Sequence[Candidate]) -> Decision:
+        """An installed policy's fault must not be a turn's, nor that of a fallback which is one, too."""
+        try:
+            return placed(policy, turn, candidates)
+        except Exception:
+            try:
+                decision = placed(self._fallback, turn, candidates)
+            except Exception:
+                decision = placed(least_loaded, turn, candidates)
+            return replace(decision, reason="the policy failed, fallback")
 
 
 def _matches(match: Match, turn: Turn, facts: Facts) -> bool:
@@ -133,9 +141,9 @@ def _guarded(candidates: Sequence[Candidate], guards: Guards, fired: list[str]) 
         shown = _without(shown, "max_inflight", lambda c: c.inflight >= most, fired)
     if guards.max_imbalance is not None:
         able = [c for c in shown if not c.excluded]
-        mean = sum(map(_work, able)) / max(1, len(able))
+        mean = sum(map(work, able)) / max(1, len(able))
         bound = guards.max_imbalance * mean + guards.imbalance_slack_tokens
-        shown = _without(shown, "max_imbalance", lambda c: _work(c) > bound, fired)
+        shown = _without(shown, "max_imbalance", lambda c: work(c) > bound, fired)
     return shown
 
 
@@ -148,10 +156,6 @@ def _without(
         return candidates
     fired.append(name)
     return [with_fields(c, excluded=name) if c.target in out else c for c in candidates]
-
-
-def _work(candidate: Candidate) -> float:
-    return (candidate.queued_tokens + candidate.recent_tokens) / candidate.weight
 
 
 def _without_short(candidate: Candidate, tokens: int) -> Candidate:

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from policies.expected_ttft import ExpectedTtft, ExpectedTtftOptions
+from policies.installed import Installed
 from policies.load import BLIND, PLAIN
 from policies.longest_prefix import LongestPrefix, LongestPrefixOptions
 from policies.sticky import Sticky, StickyOptions
@@ -104,11 +105,14 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     factory = _load(name)
     declared = options_of(name)
     try:
-        return factory(given if declared is None else _checked(name, given, declared))
+        policy = factory(given if declared is None else _checked(name, given, declared))
     except BadPolicyOptions:
         raise
     except Exception as error:
         raise BrokenPolicy(f"{name}: could not be made: {type(error).__name__}: {error}") from error
+    if not callable(policy):
+        raise BrokenPolicy(f"{name}: what was made can't be called")
+    return Installed(name, policy)
 
 
 def _checked(name: str, given: Mapping[str, Any], options: type[msgspec.Struct]) -> msgspec.Struct:

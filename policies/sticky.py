@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from policies.load import pick_least_loaded
+from policies.load import pick_least_loaded, work
 from policies.spread import eligible, number_of, rank, unplaced
 from policies.types import Candidate, Decision, Turn, action_of
 
@@ -64,19 +64,15 @@ class Sticky:
             return pick_least_loaded(able, turn.draw), "nothing to go by, least loaded"
         bound = self._bound(able)
         order = sorted(able, key=lambda c: (rank(seed, c), c.target), reverse=True)
-        chosen = next((c for c in order if _work(c) <= bound), None)
+        chosen = next((c for c in order if work(c) <= bound), None)
         if chosen is None:
             return pick_least_loaded(able, turn.draw), "all above their bound, least loaded"
         return chosen, "own target" if chosen is order[0] else "own target above its bound"
 
     def _bound(self, able: Sequence[Candidate]) -> float:
-        return self._factor * sum(map(_work, able)) / len(able) + self._slack
-
-
-def _work(candidate: Candidate) -> float:
-    return (candidate.queued_tokens + candidate.recent_tokens) / candidate.weight
+        return self._factor * sum(map(work, able)) / len(able) + self._slack
 
 
 def _terms(bound: float, candidate: Candidate) -> dict[str, float]:
     """The load, and how much of it is beyond the bound."""
-    return {"load": _work(candidate), "beyond": max(0.0, _work(candidate) - bound)}
+    return {"load": work(candidate), "beyond": max(0.0, work(candidate) - bound)}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from fleets import candidates, draws, turn, turns
+from fleets import FIELDS, RATES, candidates, draws, turn, turns
 from policies import registry
 from policies.candidates import NOTHING, Prefix, Standing, candidate
 from policies.document import read
@@ -20,6 +20,11 @@ NAMES = registry.names()
 # Those that put work where there is less of it; the others ignore load on purpose.
 EVEN = ["longest_prefix", "expected_ttft", "session", "least_loaded", "power_of_two", "prefix_hash"]
 PREFIX_AWARE = ["longest_prefix", "expected_ttft"]
+
+
+def test_fleets_differ_in_everything_that_a_policy_can_read() -> None:
+    assert {*FIELDS} == {*Candidate.__struct_fields__}
+    assert {*RATES} == {*Rates.__struct_fields__} - {"confidence"}  # which nothing goes by
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -253,6 +258,21 @@ def test_a_session_alone_does_not_flee_from_its_own_work(name: str) -> None:
         sessions.placed(known, "m", keys, chosen.target, now, tokens=size, uncached=uncached, block_size=16)
         ledger.sent(asked, chosen, now).ended(now + 5)
     assert len(set(where)) == 1
+
+
+@pytest.mark.parametrize("name", ["longest_prefix", "expected_ttft", "session", "prefix_hash"])
+def test_b022_many_turns_under_way_of_which_all_is_cached_are_no_hot_spot(name: str) -> None:
+    """138 of one session and head, nothing to compute: all that tells of load is that they run."""
+    guards = {"max_imbalance": 1.25} if name in PREFIX_AWARE else {}
+    plan, counts = Plan(read({"policy": name, "guards": guards})), Counter[str]()
+    for i in range(138):
+        fleet = [
+            Candidate(t, local_tokens=8192 if t == "a" else 0, pool_tokens=8192, inflight=counts[t])
+            for t in "ab"
+        ]
+        asked = turn(8200, (i * 0.618) % 1, number=i, session="one", head=1)
+        counts[plan.decide(asked, fleet).target or ""] += 1
+    assert max(counts.values()) <= 0.7 * 138
 
 
 @pytest.mark.parametrize("name", ["least_loaded", "random", "expected_ttft", "session"])

@@ -8,6 +8,8 @@ import pytest
 
 from fleets import turn
 from policies import registry
+from policies.document import read
+from policies.plan import Plan
 from policies.types import Candidate
 
 Install = Callable[[str, str], None]
@@ -82,6 +84,62 @@ def test_own_names_can_not_be_taken(install: Install) -> None:
     install("random", "def make(options): raise AssertionError\n")
     assert registry.names().count("random") == 1
     registry.make("random")
+
+
+UNSOUND = {
+    "raises": "raise RuntimeError('no licence')",
+    "nobody": "return Decision(None, 'none', 'no idea', 'own', tuple(candidates))",
+    "stranger": "return Decision('elsewhere', 'local', 'why', 'own', tuple(candidates))",
+    "excluded": "return Decision('down', 'local', 'why', 'own', tuple(candidates))",
+    "of its own making": "return Decision('x', 'local', 'why', 'own', (Candidate('x'),))",
+    "a list": "return Decision(['a'], 'local', 'why', 'own', tuple(candidates))",
+    "a name": "return 'a'",
+    "nothing": "return None",
+}
+
+
+@pytest.mark.parametrize("fallback", ["round_robin", "unsound"])
+@pytest.mark.parametrize("fault", UNSOUND)
+def test_where_an_installed_policy_fails_the_fallback_decides(
+    install: Install, fault: str, fallback: str
+) -> None:
+    install(
+        "unsound",
+        "from policies.types import Candidate, Decision\n"
+        "def make(options):\n"
+        "    def decide(turn, candidates):\n"
+        f"        {UNSOUND[fault]}\n"
+        "    return decide\n",
+    )
+    fleet = [Candidate("down", excluded="down", local_tokens=900), Candidate("a"), Candidate("b", inflight=1)]
+    plan = Plan(read({"policy": "unsound", "fallback": fallback}))
+    decision = plan.decide(turn(), fleet)
+    assert (decision.target, decision.reason) == ("a", "the policy failed, fallback")
+    assert decision.policy == ("round_robin" if fallback == "round_robin" else "least_loaded")
+    assert plan.decide(turn(), fleet[:1]).target is None
+
+
+def test_what_an_installed_policy_says_besides_its_choice_can_be_relied_on(install: Install) -> None:
+    install(
+        "careless",
+        "from policies.types import Decision\n"
+        "def make(options):\n"
+        "    def decide(turn, candidates):\n"
+        "        terms = {'a': {'work': float('nan')}, 'b': {'work': 2}}\n"
+        "        return Decision('a', 'teleport', None, '', (), lambda c: terms[c.target], 'parsecs')\n"
+        "    return decide\n",
+    )
+    fleet = [Candidate("a", local_tokens=9), Candidate("b"), Candidate("c")]
+    decision = registry.make("careless")(turn(), fleet)
+    assert (decision.action, decision.policy, decision.unit) == ("local", "careless", "")
+    assert decision.chosen is fleet[0]
+    assert [scored.terms for scored in decision.scored] == [{}, {"work": 2.0}, {}]
+
+
+def test_a_policy_that_can_not_be_called_is_named(install: Install) -> None:
+    install("a_number", "def make(options): return 3\n")
+    with pytest.raises(registry.BrokenPolicy, match="a_number: what was made can't be called"):
+        registry.make("a_number")
 
 
 def test_the_example_in_the_docs_works(install: Install) -> None:
