@@ -272,7 +272,8 @@ def test_b022_many_turns_under_way_of_which_all_is_cached_are_no_hot_spot(name: 
         ]
         asked = turn(8200, (i * 0.618) % 1, number=i, session="one", head=1)
         counts[plan.decide(asked, fleet).target or ""] += 1
-    assert max(counts.values()) <= 0.7 * 138
+    # 1.25 times the mean, and 16,384 tokens of slack.
+    assert max(counts.values()) <= 1.25 * 69 + 16
 
 
 @pytest.mark.parametrize("name", ["least_loaded", "random", "expected_ttft", "session"])
