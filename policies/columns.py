@@ -10,7 +10,7 @@ from typing import Final, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from policies.cost import BUSY, FOREIGN_TOKENS, LATE_S, MOST_BUSY, STEP_TOKENS
+from policies.cost import BUSY, FOREIGN_TOKENS, LATE_S, MOST_BUSY, STEP_TOKENS, TWICE
 from policies.types import Candidate, Turn
 
 Numbers = npt.NDArray[np.float64]
@@ -100,17 +100,17 @@ def total_costs(turn: Turn, fleet: Columns, recent_weight: float) -> Numbers:
     decoding = fleet.inflight + fleet.foreign
     found: Numbers = prefill + pull + first_s + decoding * decode_s * (1 + computed / STEP_TOKENS)
     computing = fleet.recent_tokens * prefill_s
-    found += prefill * _waiting(computing, recent_weight) + computing * recent_weight / fleet.weight
-    found += pull * _waiting(fleet.recent_pulled * remote_s, recent_weight)
+    found += prefill * _waiting(computing) + computing * recent_weight / fleet.weight
+    found += pull * _waiting(fleet.recent_pulled * remote_s)
     # What is displaced is brought back from the pool if there is one, else computed again.
     back_s: Numbers = remote_s * (pool > 0) + prefill_s * (pool <= 0)
     found += fleet.pressure * np.maximum(prompt - fleet.local_tokens, 0.0) * back_s
     return found + _queued(fleet) / fleet.weight + _room(turn, fleet)
 
 
-def _waiting(recent_s: Numbers, least: float) -> Numbers:
+def _waiting(recent_s: Numbers) -> Numbers:
     busy = np.minimum(recent_s * BUSY, MOST_BUSY)
-    return np.maximum(busy / (1 - busy), least)
+    return np.maximum(busy / (1 - busy), TWICE)
 
 
 def _queued(fleet: Columns) -> Numbers:

@@ -19,6 +19,9 @@ STEP_TOKENS = 8192
 LATE_S = 1.0
 # How much a second of work that a target did lately counts, as a share of one that is still ahead.
 RECENT_WEIGHT = 0.1
+# What work done a second time takes from others at the least, as a share of its time. With all of it sessions
+# gathered at the holder of their head until it had 16 of them, where two had room.
+TWICE = 0.1
 # Recent work fades by half in this time: an agent's turns come every 10 to 60 s, so what a target did within
 # some turns is a guess at what is to come.
 HALF_LIFE_S = 60.0
@@ -62,10 +65,10 @@ def costs(turn: Turn, candidate: Candidate, recent_weight: float = RECENT_WEIGHT
         # What is displaced is brought back from the pool if there is one, else computed again.
         eviction = c.pressure * (prompt - c.local_tokens) * (rates.remote_s if c.pool_tokens else prefill_s)
     computing = c.recent_tokens * prefill_s
-    delay = prefill * _waiting(computing, recent_weight)
+    delay = prefill * _waiting(computing)
     if pulled > 0:
         pulling = c.recent_pulled * rates.remote_s
-        delay += (pull_own + pull_remote + pull_disk) * _waiting(pulling, recent_weight)
+        delay += (pull_own + pull_remote + pull_disk) * _waiting(pulling)
     return (
         queued_seconds(c) / c.weight,
         room_seconds(turn, c),
@@ -81,17 +84,16 @@ def costs(turn: Turn, candidate: Candidate, recent_weight: float = RECENT_WEIGHT
     )
 
 
-def _waiting(recent_s: float, least: float) -> float:
+def _waiting(recent_s: float) -> float:
     """Seconds that others wait for each second of work more, where so much was done lately.
 
-    Of a queue that is busy for a share b of the time: b / (1 - b). Even where nothing was, work done twice is
-    taken from others: `least`.
+    Of a queue that is busy for a share b of the time: b / (1 - b), but TWICE at the least.
     """
     busy = recent_s * BUSY
     if busy > MOST_BUSY:
         busy = MOST_BUSY
     waiting = busy / (1 - busy)
-    return waiting if waiting > least else least
+    return waiting if waiting > TWICE else TWICE
 
 
 def queued_seconds(c: Candidate) -> float:

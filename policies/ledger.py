@@ -85,6 +85,29 @@ class Ticket:
             book.ended(self, now)
 
 
+class _Lasting:
+    """For how long turns decode on targets that are taken to be alike.
+
+    On one where none has ended yet they are taken to last as long as elsewhere: not counted at all, they drew
+    turns to where the cache was full. strangers: what to call when that changes, for each such target.
+    """
+
+    __slots__ = ("seconds", "strangers")
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.strangers: dict[_Book, Callable[[], None]] = {}
+
+    def learn(self, took: float) -> None:
+        self.seconds = _moved(self.seconds, took)
+        for touched in self.strangers.values():
+            touched()
+
+
+def _moved(mean: float, took: float) -> float:
+    return mean + (took - mean) * _TURN_SHARE if mean else took
+
+
 class _Book:
     """One target's page."""
 
@@ -97,6 +120,7 @@ class _Book:
         "head_since",
         "held",
         "inflight",
+        "lasting",
         "learner",
         "learns",
         "opens",
@@ -110,9 +134,11 @@ class _Book:
         "turn_s",
     )
 
-    def __init__(self, alike: Learner, learns: bool, touched: Callable[[], None]) -> None:
-        """alike: learns from all targets that are taken to be like this one. touched: told of changes."""
+    def __init__(self, alike: Learner, lasting: _Lasting, learns: bool, touched: Callable[[], None]) -> None:
+        """alike, lasting: learn from all targets taken to be like this one. touched: told of changes."""
         self.alike = alike
+        self.lasting = lasting
+        lasting.strangers[self] = touched
         self.touched = touched
         self.learns = learns
         self.learner = Learner(alike.rates)
@@ -191,7 +217,9 @@ class _Book:
         if ticket.since is not None:
             self.decoding -= ticket.prompt
             took = now - ticket.since
-            self.turn_s += (took - self.turn_s) * _TURN_SHARE if self.turn_s else took
+            self.lasting.strangers.pop(self, None)
+            self.turn_s = _moved(self.turn_s, took)
+            self.lasting.learn(took)
         if ticket in self.queued:
             # How much of it was done nobody knows.
             self._leave(ticket, now)
@@ -227,7 +255,7 @@ class _Book:
                 recent_pulled=pulled,
                 held_tokens=decoding,
                 decoding_tokens=decoding,
-                turn_s=self.turn_s,
+                turn_s=self.turn_s or self.lasting.seconds,
             )
         tokens = context = own = remote = disk = 0.0
         turns = head = 0
@@ -258,7 +286,7 @@ class _Book:
             pulled,
             decoding + self.held - self.decoding,
             decoding,
-            self.turn_s,
+            self.turn_s or self.lasting.seconds,
         )
 
 
@@ -286,6 +314,7 @@ class Ledger:
         self._learns = learns
         self._books: dict[str, _Book] = {}
         self._alike: dict[str, Learner] = {}
+        self._lasting: dict[str, _Lasting] = {}
         self._others: dict[str, _Others] = {}
         self._touched: set[str] = set()
 
@@ -344,8 +373,9 @@ class Ledger:
         book = self._books.get(chosen.target)
         if book is None:
             alike = self._alike.setdefault(group, Learner(self._prior))
+            lasting = self._lasting.setdefault(group, _Lasting())
             book = self._books[chosen.target] = _Book(
-                alike, self._learns, lambda: self._touched.add(chosen.target)
+                alike, lasting, self._learns, lambda: self._touched.add(chosen.target)
             )
             alike.share(sum(each.alike is alike for each in self._books.values()))
         known = turn.prompt_tokens > 0
@@ -389,7 +419,9 @@ class Ledger:
 
     def forget(self, target: str) -> None:
         """It is gone, or another process: what it did and how fast is void. Open tickets end harmlessly."""
-        self._books.pop(target, None)
+        book = self._books.pop(target, None)
+        if book is not None:
+            book.lasting.strangers.pop(book, None)
         self._others.pop(target, None)
         self._touched.add(target)
 

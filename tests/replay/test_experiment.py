@@ -278,8 +278,8 @@ def test_the_cost_model_keeps_the_load_even_and_finds_as_much_as_rotation(
     found = run(experiment(file, "round_robin", "expected_ttft", instances=4, active=20, **more)).measures
     rotated, chosen = found["round_robin"], found["expected_ttft"]
     assert chosen.imbalance <= 1.15
-    # Sessions this much alike are ideal for rotation; the sixth of 528 turns is a matter of milliseconds.
-    assert chosen.ttft_p99_s <= 1.2 * rotated.ttft_p99_s
+    # Sessions this much alike are ideal for rotation, and this is the sixth of 528 turns.
+    assert chosen.ttft_p99_s <= max(1.1 * rotated.ttft_p99_s, rotated.ttft_p99_s + 0.05)
     assert chosen.hit_rate >= 0.85 * rotated.hit_rate
     if more.get("figures"):
         assert chosen.ttft_p50_s <= 1.05 * rotated.ttft_p50_s
