@@ -8,6 +8,7 @@ _WINDOWS: Final = frozenset(("sliding_window", "sliding_window_mla"))
 # target that has one gets no credit. Every other kind hits like full attention.
 UNPROVEN: Final = frozenset(("mamba", "chunked_local_attention", "encoder_only_attention", "cross_attention"))
 NEVER: Final = 1 << 30  # blocks that such a group is said to need: nobody holds so many
+TOO_MANY: Final = -1  # stands for the groups of a target that has more of them than any model
 
 
 def blocks_needed(kind: str | None, window: int | None, block_size: int) -> int | None:

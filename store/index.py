@@ -5,15 +5,15 @@ from key to run. Every answer is exact: no search assumes that a target holds al
 """
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
 from store.capture import Capture, IndexSnapshot
 from store.events import Tier
-from store.groups import window_hit
+from store.groups import NEVER, TOO_MANY, window_hit
 from store.runs import LIMIT, ONES, Run, leading, numbers_of, stretches
 from store.slots import Slots
 
@@ -24,6 +24,9 @@ _RUN_BYTES: Final = 700
 _COPY_BYTES: Final = 130
 # Runs given up for one event: 15 us each, and an event brings half a run on average.
 _GIVEN_UP_AT_ONCE: Final = 128
+# KV groups of one target, those of its tiers counted apart. The models that vLLM serves have a handful, and
+# every question looks at all of them.
+_MOST_GROUPS: Final = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +74,7 @@ class BlockIndex:
         self._free: list[int] = []
         self._recent: OrderedDict[Run, None] = OrderedDict()  # the least recently used first
         self._holders: dict[tuple[str, Tier, int], _Holder] = {}
+        self._groups: dict[str, dict[tuple[Tier, int], _Holder]] = {}  # the same by target
         self._by_number: list[_Holder | None] = []
         self._tiers: dict[Tier, int] = {}  # the bits of those holders in runs that are believed
         self._hybrids: dict[tuple[str, Tier], list[_Holder]] = {}
@@ -87,20 +91,35 @@ class BlockIndex:
 
     # ------------------------------------------------------------------ events
 
-    def describe(self, target: str, group: int, need: int | None, *, tier: Tier = "gpu") -> None:
+    def describe(self, target: str, group: int, need: int | None, *, tier: Tier = "gpu") -> bool:
         """What a KV group of `target` is: full attention (None, as long as nothing is said), or a window.
 
         `need`: blocks that a window group must hold right before the end of a prefix, ceil((window - 1) /
         block size). A prefix counts if every full group holds all of it and every window group its end.
+        Known until the target is dropped, whatever becomes of the blocks. False: `target` has too many
+        groups for one more; nothing is credited to it then.
         """
         holder = self._holders.get((target, tier, group))
         if holder is None:
-            if need is None:
-                return
-            holder = self._new_holder(target, tier, group)
-        if holder.need != need:
+            if len(self._groups.get(target, ())) >= _MOST_GROUPS:
+                if (target, tier, TOO_MANY) not in self._holders:
+                    self._new_holder(target, tier, TOO_MANY, NEVER)
+                return False
+            self._new_holder(target, tier, group, need)
+        elif holder.need != need:
             self._drop(holder)
             self._new_holder(target, tier, group, need)
+        return True
+
+    def describe_as(self, other: "BlockIndex", target: str) -> None:
+        """What `other` knows of the KV groups of `target`."""
+        for holder in list(other._groups.get(target, {}).values()):
+            self.describe(target, holder.group, holder.need, tier=holder.tier)
+
+    def forget_groups(self, target: str, groups: Iterable[int]) -> None:
+        """`target` has none of those KV groups any more."""
+        for holder in [h for h in self._groups.get(target, {}).values() if h.group in groups]:
+            self._drop(holder)
 
     def stored(
         self,
@@ -162,7 +181,7 @@ class BlockIndex:
 
         renewed: it has announced some of them since then, so each may have one copy again, no more.
         """
-        for holder in [h for h in self._holders.values() if h.target == target and h.tier == "gpu"]:
+        for holder in [h for h in self._groups.get(target, {}).values() if h.tier == "gpu"]:
             self._about_to_change_copies(holder)
             for key in keys:
                 holder.more.pop(key, None)
@@ -172,14 +191,20 @@ class BlockIndex:
                 self.removed(target, keys, group=holder.group)
 
     def cleared(self, target: str, *, tier: Tier | None = "gpu") -> None:
-        """Forget all blocks of `target` in `tier`; None: in every tier."""
-        for holder in [h for h in self._holders.values() if h.target == target and tier in (None, h.tier)]:
+        """Forget all blocks of `target` in `tier`; None: in every tier. What its KV groups are stays known:
+
+        of a model with a window group the full group alone would be credited else.
+        """
+        for holder in [h for h in self._groups.get(target, {}).values() if tier in (None, h.tier)]:
             self._drop(holder)
+            self._new_holder(target, holder.tier, holder.group, holder.need)
         self._shrink()
 
     def drop(self, target: str) -> None:
-        """Forget `target`: it is gone, or not believed any more."""
-        self.cleared(target, tier=None)
+        """Forget `target`, its KV groups too: it is gone."""
+        for holder in list(self._groups.get(target, {}).values()):
+            self._drop(holder)
+        self._shrink()
 
     # ------------------------------------------------------------------ questions
 
@@ -217,8 +242,8 @@ class BlockIndex:
 
     def groups(self, target: str) -> dict[int, int | None]:
         """KV groups of `target`, and what `describe` said of each."""
-        holders = self._holders.items()
-        return {group: h.need for (name, tier, group), h in holders if name == target and tier == "gpu"}
+        holders = self._groups.get(target, {}).values()
+        return {holder.group: holder.need for holder in holders if holder.tier == "gpu"}
 
     def sizes(self) -> dict[tuple[str, Tier], int]:
         """Distinct blocks by (target, tier), orphans included; several groups add up."""
@@ -307,8 +332,8 @@ class BlockIndex:
 
     def admit(self, target: str) -> None:
         """Believe what was restored of `target`: it is the same still, and none of its events is missing."""
-        for holder in self._holders.values():
-            if holder.target == target and holder.need is None:
+        for holder in self._groups.get(target, {}).values():
+            if holder.need is None:
                 self._tiers[holder.tier] |= holder.bit
 
     # ------------------------------------------------------------------ holders
@@ -318,13 +343,14 @@ class BlockIndex:
         holder = _Holder(target, tier, group, number, 1 << number, need=need, taken=self._captures)
         self._by_number[number : number + 1] = [holder]
         self._holders[target, tier, group] = holder
+        self._groups.setdefault(target, {})[tier, group] = holder
         if need is None:
             self._tiers[tier] = self._tiers.get(tier, 0) | holder.bit
         self._note_hybrid(target, tier)
         return holder
 
     def _note_hybrid(self, target: str, tier: Tier) -> None:
-        groups = [h for h in self._holders.values() if h.target == target and h.tier == tier]
+        groups = [h for h in self._groups.get(target, {}).values() if h.tier == tier]
         if len(groups) > 1 or any(h.need is not None for h in groups):
             self._hybrids[target, tier] = groups
         else:
@@ -345,16 +371,20 @@ class BlockIndex:
         self._tiers[holder.tier] = self._tiers.get(holder.tier, 0) & ~holder.bit
         self._by_number[holder.number] = None
         del self._holders[holder.target, holder.tier, holder.group]
+        groups = self._groups[holder.target]
+        del groups[holder.tier, holder.group]
+        if not groups:
+            del self._groups[holder.target]
         self._note_hybrid(holder.target, holder.tier)
 
     # ------------------------------------------------------------------ storing and removing
 
     def _append(self, holder: _Holder, keys: Sequence[int], parent: int | None) -> Run | None:
         """Keys that no run has. Returns the run of the last one, as `_merge` does."""
-        once = dict.fromkeys(keys)
-        if len(once) != len(keys):
-            holder.more.update({key: n - 1 for key in once if (n := list(keys).count(key)) > 1})
-            keys = list(once)
+        if len(set(keys)) != len(keys):
+            copies = Counter(keys)
+            holder.more.update({key: n - 1 for key, n in copies.items() if n > 1})
+            keys = list(copies)
         holder.blocks += len(keys)
         number = self._slot.get(parent) if parent is not None else None
         above = self._runs[number] if number is not None else None

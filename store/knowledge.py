@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, get_args
 
-from store.events import BlockRemoved, BlockStored, EventBatch
+from store.events import BadBatch, BlockRemoved, BlockStored, EventBatch
 from store.groups import UNPROVEN, blocks_needed
 from store.hashing import HashAlgo, HashScheme, chain
 from store.index import BlockIndex
@@ -25,6 +25,11 @@ _LATELY: Final = 1024
 # How long a client's request may wait in an engine's queue and still be known to have asked for a report.
 _REPORT_S: Final = 60.0
 _REPORTS: Final = 64
+# A worker that came back has the KV groups that it had, unless so many of its events name others only: an
+# engine announces a block in all of its groups within a few events.
+_ALL_GROUPS_SHOWN: Final = 64
+# KV groups of the pool blocks in one batch; see `BlockIndex.describe` for the others.
+_MOST_POOLED: Final = 64
 # What operators set PYTHONHASHSEED to.
 _COMMON_SEEDS: Final = ("0", "1", "42", "123", "1234")
 
@@ -51,6 +56,14 @@ class Held:
     blocks: dict[str, int]
     certain: dict[str, int]
     at: int = field(default=0, compare=False)
+
+
+@dataclass(slots=True)
+class _EarlierGroups:
+    """KV groups that an earlier life of a target had and this one, of so many events, has not shown."""
+
+    groups: set[int]
+    events: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +101,7 @@ class Knowledge:
         self.hash_mismatch: dict[str, str] = {}
         self.block_sizes: dict[str, int] = {}
         self._on_pool_stored = on_pool_stored
-        self._groups: dict[str, dict[int, int | None]] = {}
+        self._earlier: dict[str, _EarlierGroups] = {}
         self._expected: dict[str, HashScheme] = {}
         self._schemes: dict[str, HashScheme] = {}
         self._assumed: frozenset[str] = frozenset()
@@ -120,11 +133,12 @@ class Knowledge:
 
         None: all of them. Known also while its cache is empty.
         """
-        return self._groups.get(target) or self.index.groups(target)
+        return self.index.groups(target)
 
     def doubt(self, target: str, why: str) -> None:
         """Events of `target` are missing for good."""
-        self.certain.drop(target)
+        self.certain.cleared(target, tier=None)
+        self.certain.describe_as(self.index, target)
         self.doubts[target] = why
 
     def _share_room(self) -> None:
@@ -171,6 +185,8 @@ class Knowledge:
         self.index, self.certain = index, certain
         self._share_room()
         self.doubts = {target: known.doubt for target, known in shown.items() if known.doubt}
+        for target in self.doubts:
+            self.certain.describe_as(self.index, target)
         self._shown_before = dict(shown)
 
     def admit(self, target: str) -> None:
@@ -217,12 +233,14 @@ class Knowledge:
     def drop(self, target: str) -> None:
         """`target` is gone: forget its blocks and what was noted about it."""
         self._forget_blocks(target)
+        self.index.drop(target)
+        self.certain.drop(target)
         for noted in (
             self.hash_mismatch,
             self.block_sizes,
             self._schemes,
             self._expected,
-            self._groups,
+            self._earlier,
             self._unchecked,
             self._shown_before,
             self._reporting,
@@ -265,26 +283,33 @@ class Knowledge:
             self.index.removed(target, keys[hit:])
 
     def reset(self, target: str, why: str) -> None:
-        """Forget the blocks of `target`; a new life of it may hash differently."""
+        """Forget the blocks of `target`; a new life of it may hash differently, or have other KV groups."""
         self._forget_blocks(target)
-        self._groups.pop(target, None)
+        self._earlier[target] = _EarlierGroups(set(self.index.groups(target)))
         self._unchecked[target] = 0
 
     def _forget_blocks(self, target: str) -> None:
-        self.index.drop(target)
-        self.certain.drop(target)
+        self.index.cleared(target, tier=None)
+        self.certain.cleared(target, tier=None)
         self.doubts.pop(target, None)
         self._lately.pop(target, None)
         self.contradicted.discard(target)
 
     def batch(self, target: str, batch: EventBatch) -> None:
+        """Apply it all. Raises BadBatch, once all others are applied, if it has events of too many groups."""
         pooled: dict[int, list[int]] = {}
+        refused = 0
         for event in batch.events:
             if isinstance(event, BlockStored):
                 if event.pool:
-                    pooled.setdefault(event.group, []).extend(event.keys)
-                else:
+                    if event.group in pooled or len(pooled) < _MOST_POOLED:
+                        pooled.setdefault(event.group, []).extend(event.keys)
+                    else:
+                        refused += 1
+                elif self._described(target, event):
                     self._stored(target, event)
+                else:
+                    refused += 1
             elif isinstance(event, BlockRemoved):
                 for index in self._indexes(target):
                     index.removed(target, event.keys, tier=event.tier, group=event.group)
@@ -293,6 +318,24 @@ class Knowledge:
         if self._on_pool_stored is not None:
             for group, keys in pooled.items():
                 self._on_pool_stored(target, keys, group)
+        if refused:
+            raise BadBatch(f"{refused} events are of KV groups beyond any number that a model has")
+
+    def _described(self, target: str, event: BlockStored) -> bool:
+        """Note which KV group `event` is of, and of what kind that is. Whether there is room for it."""
+        need = blocks_needed(event.spec_kind, event.window, event.block_size)
+        described = [
+            index.describe(target, event.group, need, tier=event.tier) for index in self._indexes(target)
+        ]
+        earlier = self._earlier.get(target)
+        if earlier is not None and event.tier == "gpu":
+            earlier.groups.discard(event.group)
+            earlier.events += 1
+            if earlier.events >= _ALL_GROUPS_SHOWN or not earlier.groups:
+                del self._earlier[target]
+                for index in (self.index, self.certain):
+                    index.forget_groups(target, earlier.groups)
+        return all(described)
 
     def _indexes(self, target: str) -> tuple[BlockIndex, ...]:
         return (self.certain, self.index) if target in self.doubts else (self.index,)
@@ -317,18 +360,12 @@ class Knowledge:
             self._check(target, event)
 
     def _store(self, target: str, event: BlockStored) -> None:
-        tier, group, need = (
-            event.tier,
-            event.group,
-            blocks_needed(event.spec_kind, event.window, event.block_size),
-        )
-        if tier == "gpu":
-            self._groups.setdefault(target, {})[group] = need
+        tier, group = event.tier, event.group
+        need = blocks_needed(event.spec_kind, event.window, event.block_size)
         report = event.parent is None and self._is_report(target, event.keys, event.session)
         if report and (need is not None or event.group):
             return  # engines report blocks of window groups that they do not hold (vLLM 0.32)
         for index in self._indexes(target):
-            index.describe(target, group, need, tier=tier)
             if event.spec_kind in UNPROVEN:
                 continue
             if need is None and event.sparse:

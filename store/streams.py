@@ -34,7 +34,7 @@ class EventSink(Protocol):
     """Takes what the streams bring. Must not block."""
 
     def batch(self, target: str, batch: EventBatch) -> None:
-        """The next batch of `target`."""
+        """The next batch of `target`. Raises BadBatch if some of it could not be used."""
         ...
 
     def reset(self, target: str, why: str) -> None:
@@ -297,6 +297,9 @@ class EventStreams:
             self._unreadable(stream, f"{batch.broken} events of batch {action.seq} cannot be read")
         try:
             self._sink.batch(target, batch)
+        except BadBatch as error:
+            self._unreadable(stream, f"batch {action.seq} cannot be used: {error}")
+            return
         except Exception:
             logger.exception("events of %s could not be applied", target)
             self._unreadable(stream, f"batch {action.seq} could not be applied")

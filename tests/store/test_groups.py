@@ -1,12 +1,14 @@
 """The hit rule of hybrid models, on the table measured on real vLLM (window 64, block size 32)."""
 
+import time
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.events import BlockStored, EventBatch
+from store.events import AllBlocksCleared, BadBatch, BlockStored, EventBatch
 from store.index import BlockIndex
 from store.knowledge import Knowledge
 
@@ -133,3 +135,76 @@ def test_window_blocks_are_given_up_with_their_run_for_want_of_memory() -> None:
         index.stored("w", keys, None, group=SWA)
     assert index.memory() <= 100_000
     assert index.evicted > 19_000
+
+
+def of(knowledge: Knowledge) -> int:
+    return cached(knowledge.index, 325, A[:10])
+
+
+FULL_EVENT = event(A[:10], FULL, "full_attention")
+
+
+@pytest.mark.parametrize("kind", ["sliding_window", "mamba"])
+@pytest.mark.parametrize("how", ["cleared", "reset", "doubt", "doubt of a snapshot"])
+def test_b052_what_a_group_is_outlives_its_blocks(kind: str, how: str) -> None:
+    """The full group alone is no hit, before or after all blocks were forgotten."""
+    knowledge = Knowledge()
+    knowledge.batch("w", EventBatch(1.0, [FULL_EVENT, event(A[8:10], SWA, kind, WINDOW)], 0))
+    before = of(knowledge)
+    if how == "cleared":
+        knowledge.batch("w", EventBatch(2.0, [AllBlocksCleared()], 0))
+    elif how == "reset":
+        knowledge.reset("w", "restarted")
+    else:
+        knowledge.doubt("w", "a batch is missing")
+    if how == "doubt of a snapshot":
+        restored = Knowledge()
+        index, shown = knowledge.index.capture().whole(), {"w": knowledge.shown("w")}
+        restored.restore(BlockIndex.restore(index), BlockIndex(), shown)
+        restored.admit("w")
+        knowledge = restored
+    knowledge.batch("w", EventBatch(3.0, [FULL_EVENT], 0))
+    assert knowledge.match(A[:10], limit=10).certain.get("w", 0) == 0
+    assert set(knowledge.groups("w")) == {SWA, FULL}
+    knowledge.batch("w", EventBatch(4.0, [event(A[8:10], SWA, kind, WINDOW)], 0))
+    assert knowledge.match(A[:10], limit=10).certain.get("w", 0) * SIZE == before
+
+
+def test_b052_a_second_full_group_is_missed_after_a_clear_as_well() -> None:
+    knowledge = Knowledge()
+    both = [event(A[:10], 0, "full_attention"), event(A[:10], 1, "full_attention")]
+    knowledge.batch("w", EventBatch(1.0, [*both, AllBlocksCleared(), both[0]], 0))
+    assert of(knowledge) == 0
+
+
+def test_b052_another_configuration_after_a_restart_is_noticed() -> None:
+    """A publisher that never names the old window group does not have it; one that is gone takes it along."""
+    knowledge = Knowledge()
+    events = [FULL_EVENT, event(A[8:10], SWA, "sliding_window", WINDOW)]
+    knowledge.batch("w", EventBatch(1.0, [*events], 0))
+    knowledge.reset("w", "restarted")
+    knowledge.batch("w", EventBatch(2.0, [FULL_EVENT] * 63, 0))
+    assert of(knowledge) == 0
+    knowledge.batch("w", EventBatch(2.0, [FULL_EVENT], 0))
+    assert (of(knowledge), knowledge.groups("w")) == (320, {FULL: None})
+    knowledge.batch("w", EventBatch(3.0, [*events], 0))
+    knowledge.drop("w")
+    knowledge.batch("w", EventBatch(4.0, [FULL_EVENT], 0))
+    assert (of(knowledge), knowledge.groups("w")) == (320, {FULL: None})
+
+
+def test_a_target_of_countless_groups_gets_no_credit_and_costs_no_more_than_others() -> None:
+    knowledge = Knowledge()
+    knowledge.batch("v", EventBatch(1.0, [FULL_EVENT], 0))
+    flood = [event([key], key, "full_attention") for key in range(1, 20_001)]
+    started = time.process_time()
+    with pytest.raises(BadBatch, match="19936 events"):
+        knowledge.batch("w", EventBatch(1.0, [*flood, FULL_EVENT], 0))
+    assert time.process_time() - started < 3, "quadratic: it takes minutes"
+    assert len(knowledge.groups("w")) == 65
+    assert knowledge.match(A[:10]).blocks == {"v": 10}
+    pooled: list[int] = []
+    knowledge = Knowledge(lambda _target, _keys, group: pooled.append(group))
+    with pytest.raises(BadBatch):
+        knowledge.batch("w", EventBatch(1.0, [msgspec.structs.replace(e, pool=True) for e in flood], 0))
+    assert len(pooled) == 64
