@@ -268,6 +268,9 @@ class Metrics:
         return name
 
     def _word(self, label: str, value: str) -> str:
+        # What others wrote may have made the word: one that is no text would break every later scrape.
+        if not isinstance(value, str) or not value.isprintable():  # pyright: ignore[reportUnnecessaryIsInstance]
+            return OTHER
         words = self._words.setdefault(label, set())
         if value not in words:
             if len(words) >= _VOCABULARY:

@@ -22,7 +22,11 @@ class Placed:
 
 @dataclass(slots=True)
 class Comparison:
-    """Sums over turns, of those that both placed. ttft: predicted seconds; uncached: tokens to compute."""
+    """Sums over turns, of those that both placed. ttft: predicted seconds; uncached: tokens to compute.
+
+    unplaced: turns that were placed, and would not be. failed: turns for which the policy failed, so that its
+    document's fallback decided; fault: how it did the last time.
+    """
 
     turns: int = 0
     changed: int = 0
@@ -30,6 +34,9 @@ class Comparison:
     ttft_after: float = 0.0
     uncached_before: int = 0
     uncached_after: int = 0
+    unplaced: int = 0
+    failed: int = 0
+    fault: str = ""
 
     @property
     def agreement(self) -> float | None:
@@ -37,7 +44,11 @@ class Comparison:
 
     def add(self, turn: Turn, before: Decision, after: Decision) -> None:
         old, new = before.chosen, after.chosen
+        if after.fault:
+            self.failed += 1
+            self.fault = after.fault
         if old is None or new is None:
+            self.unplaced += old is not None
             return
         self.turns += 1
         self.changed += old.target != new.target

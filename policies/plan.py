@@ -11,6 +11,7 @@ from msgspec.structs import replace as with_fields
 
 from policies import registry
 from policies.document import Document, Guards, Match, plain
+from policies.installed import said
 from policies.load import least_loaded, work
 from policies.pair import placed
 from policies.types import Candidate, Decision, Policy, Turn
@@ -87,12 +88,12 @@ class Plan:
         """An installed policy's fault must not be a turn's, nor that of a fallback which is one, too."""
         try:
             return placed(policy, turn, candidates)
-        except Exception:
+        except Exception as error:
             try:
                 decision = placed(self._fallback, turn, candidates)
             except Exception:
                 decision = placed(least_loaded, turn, candidates)
-            return replace(decision, reason="the policy failed, fallback")
+            return replace(decision, reason="the policy failed, fallback", fault=said(error))
 
 
 def _matches(match: Match, turn: Turn, facts: Facts) -> bool:

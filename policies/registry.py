@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from policies.expected_ttft import ExpectedTtft, ExpectedTtftOptions
-from policies.installed import Installed
+from policies.installed import Installed, said
 from policies.load import BLIND, PLAIN
 from policies.longest_prefix import LongestPrefix, LongestPrefixOptions
 from policies.sticky import Sticky, StickyOptions
@@ -106,10 +106,10 @@ def make(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     declared = options_of(name)
     try:
         policy = factory(given if declared is None else _checked(name, given, declared))
-    except BadPolicyOptions:
+    except (BadPolicyOptions, KeyboardInterrupt):
         raise
-    except Exception as error:
-        raise BrokenPolicy(f"{name}: could not be made: {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        raise BrokenPolicy(f"{name}: could not be made: {said(error)}") from error
     if not callable(policy):
         raise BrokenPolicy(f"{name}: what was made can't be called")
     return Installed(name, policy)
@@ -139,8 +139,10 @@ def _load(name: str) -> Callable[[Any], Policy]:
         raise UnknownPolicy(f"no policy is called {name!r}; there are {', '.join(names())}")
     try:
         factory = entry.load()
-    except Exception as error:
-        raise BrokenPolicy(f"{name}: {entry.value} could not be loaded: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise BrokenPolicy(f"{name}: {entry.value} could not be loaded: {said(error)}") from error
     if not callable(factory):
         raise BrokenPolicy(f"{name}: {entry.value} can't be called")
     return cast(Callable[[Any], Policy], factory)

@@ -6,6 +6,7 @@ from typing import Final
 
 from policies.compare import Comparison, size_class, uncached
 from policies.cost import costs, predicted_ttft
+from policies.installed import said
 from policies.plan import Facts, Plan
 from policies.recorded import Outcome
 from policies.types import Candidate, Decision, Turn
@@ -97,7 +98,20 @@ class Shadow:
     def observe(
         self, turn: Turn, candidates: Sequence[Candidate], facts: Facts, decision: Decision
     ) -> Shadowed | None:
-        """`decision` was made for `turn` on `candidates`. None: it could not be placed by both."""
+        """`decision` was made for `turn` on `candidates`. None: it could not be placed by both.
+
+        Never raises: what goes wrong here is counted, and is not the turn's.
+        """
+        try:
+            return self._observed(turn, candidates, facts, decision)
+        except Exception as error:
+            self.total.failed += 1
+            self.total.fault = said(error)
+            return None
+
+    def _observed(
+        self, turn: Turn, candidates: Sequence[Candidate], facts: Facts, decision: Decision
+    ) -> Shadowed | None:
         begun = self._clock()
         again = self.plan.decide(turn, candidates, facts)
         known = len({model for model, _ in self.parts}) < _MODELS

@@ -147,6 +147,7 @@ class Decision:
     weighed. Asked only by who reads the decision: a turn does not wait for it.
     decode: the target of the decode leg where prefill and decode are placed apart.
     rule: of the policy document that chose the policy, "" for its default. guards: those that kept some out.
+    fault: how the policy failed that should have decided, "" if it did not.
     """
 
     target: str | None
@@ -159,6 +160,7 @@ class Decision:
     decode: str | None = None
     rule: str = ""
     guards: tuple[str, ...] = ()
+    fault: str = ""
 
     @property
     def chosen(self) -> Candidate | None:

@@ -64,6 +64,9 @@ class CompareView(Answer):
     predicted_ttft_ms_after: float | None
     uncached_tokens_before: int
     uncached_tokens_after: int
+    unplaced: int = Field(description="Turns that were placed, and would have been turned away: nobody may.")
+    failed: int = Field(description="Turns for which the policy failed, so that the fallback decided.")
+    fault: str = Field(description="How it failed the last time.")
 
     @classmethod
     def of(cls, found: Comparison) -> "CompareView":
@@ -78,6 +81,9 @@ class CompareView(Answer):
             predicted_ttft_ms_after=mean(found.ttft_after),
             uncached_tokens_before=found.uncached_before,
             uncached_tokens_after=found.uncached_after,
+            unplaced=found.unplaced,
+            failed=found.failed,
+            fault=found.fault,
         )
 
 

@@ -307,6 +307,7 @@ class DecisionView(Answer):
     decode: str | None = Field(description="Who would decode, where prefill and decode are placed apart.")
     session: SessionView
     reason: str
+    fault: str = Field(description="How the policy failed, where the fallback decided.")
     rule: str = Field(description="The policy document's rule that chose the policy; empty: its default.")
     guards: list[str] = Field(description="Guards that kept targets out.")
     unit: str = Field(description="Of the candidates' terms: tokens or s.")
@@ -340,6 +341,7 @@ class DecisionView(Answer):
             decode=decision.decode,
             session=SessionView.of(record.session, record.block_size),
             reason=decision.reason,
+            fault=decision.fault,
             rule=decision.rule,
             guards=list(decision.guards),
             unit=decision.unit,

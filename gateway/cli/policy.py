@@ -59,6 +59,10 @@ def validate(file: File, url: Url = None, admin_token: Token = None, config: Con
         before, after = recent["predicted_ttft_ms_before"], recent["predicted_ttft_ms_after"]
         print(f"{moved}: expected time to first token {before:.1f} -> {after:.1f} ms,")
         print(f"tokens to compute {recent['uncached_tokens_before']} -> {recent['uncached_tokens_after']}")
+    if recent["unplaced"]:
+        print(f"warning: {recent['unplaced']} of the last turns would have been turned away: nobody may")
+    if recent["failed"]:
+        print(f"warning: the policy failed for {recent['failed']} of the last turns: {recent['fault']}")
 
 
 @policy.command()

@@ -1,10 +1,9 @@
 """Policies by name: own ones, installed ones, and what is said of those that can't be had."""
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from installing import Install, installer
 
 from fleets import turn
 from policies import registry
@@ -12,24 +11,11 @@ from policies.document import read
 from policies.plan import Plan
 from policies.types import Candidate
 
-Install = Callable[[str, str], None]
-
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Puts a package with one policy on the path, as pip would."""
-
-    def put(name: str, source: str) -> None:
-        module = f"installed_{name}"
-        (tmp_path / f"{module}.py").write_text(source)
-        info = tmp_path / f"{module}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text(f"[moongate.policies]\n{name} = {module}:make\n")
-        monkeypatch.delitem(sys.modules, module, raising=False)
-
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return put
+    return installer(tmp_path, monkeypatch)
 
 
 def test_unknown_names_and_options_say_what_exists() -> None:
