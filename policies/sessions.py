@@ -207,7 +207,11 @@ class Sessions:
             return Known(name, not named, new=not seen) if name else NOBODY
         closest, goes_on, shared = found.closest(keys)
         if closest is None or (named and closest.name != named):
-            return Known(named or f"{keys[-1]:016x}", not named, shared_blocks=shared)
+            before = found.named.get(named) if named else None
+            if before is None:
+                return Known(named or f"{keys[-1]:016x}", not named, shared_blocks=shared)
+            # Its prompts begin otherwise each time: with the time of day, say.
+            return Known(named, False, True, False, shared, before.target, before.work, before.at)
         c = closest
         return Known(c.name, not named, not goes_on, False, shared, c.target, c.work, c.at)
 

@@ -103,6 +103,15 @@ def test_what_its_client_calls_it_counts_before_its_chain() -> None:
     assert (known.name, known.inferred, known.new) == ("one", True, False)
 
 
+def test_a_session_that_its_client_names_is_not_new_for_a_prompt_that_begins_otherwise() -> None:
+    book = Book()
+    for turn in range(4):
+        chain = keys(f"clock {turn}", "a")
+        known = book.ask(chain, named="clocky", now=10.0 * turn, target=f"w{turn}")
+        assert (known.name, known.new, known.branch) == ("clocky", turn == 0, turn > 0)
+        assert known.home == (f"w{turn - 1}" if turn else "")
+
+
 def test_without_blocks_only_a_name_counts() -> None:
     book = Book()
     assert book.sessions.find("", "m", []).name == ""
