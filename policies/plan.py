@@ -1,6 +1,6 @@
 """A policy document put to work: for each turn the first rule that matches, its policy, within the guards."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -124,12 +124,17 @@ def _selected(candidates: Sequence[Candidate], workers: Sequence[str], spill: bo
     if not workers:
         return candidates
     inside = [any(_is_of(c.target, glob) for glob in workers) for c in candidates]
-    if spill and not any(ok and not c.excluded for c, ok in zip(candidates, inside, strict=True)):
+    if spill and not _can_answer(c for c, ok in zip(candidates, inside, strict=True) if ok):
         return candidates
     return [
         c if ok or c.excluded else with_fields(c, excluded="rule")
         for c, ok in zip(candidates, inside, strict=True)
     ]
+
+
+def _can_answer(candidates: Iterable[Candidate]) -> bool:
+    """Those that are for prefill alone need one that decodes."""
+    return any(not c.excluded and c.role != "prefill" for c in candidates)
 
 
 def _guarded(candidates: Sequence[Candidate], guards: Guards, fired: list[str]) -> Sequence[Candidate]:
@@ -153,7 +158,7 @@ def _without(
 ) -> Sequence[Candidate]:
     able = [c for c in candidates if not c.excluded]
     out = {c.target for c in able if hit(c)}
-    if not out or len(out) == len(able):
+    if not out or not _can_answer(c for c in able if c.target not in out):
         return candidates
     fired.append(name)
     return [with_fields(c, excluded=name) if c.target in out else c for c in candidates]

@@ -198,6 +198,14 @@ def test_a_guard_that_would_leave_nobody_lets_go() -> None:
     assert decide("[guards]\nmax_inflight = 4", fleet=fleet).target == "a"
 
 
+def test_rules_and_guards_let_go_rather_than_leave_nobody_who_decodes() -> None:
+    apart = [Candidate("big-1", role="prefill"), Candidate("small-1", role="decode", inflight=9)]
+    placed = decide(RULES, 1000, apart)
+    assert (placed.target, placed.decode) == ("big-1", "small-1")
+    guarded = decide("[guards]\nmax_inflight = 4", fleet=apart)
+    assert (guarded.target, guarded.decode, guarded.guards) == ("big-1", "small-1", ())
+
+
 def test_a_prefix_too_short_to_follow_is_shown_but_does_not_count() -> None:
     fleet = [Candidate("a", local_tokens=90, queued_tokens=1), Candidate("b")]
     decision = decide("[guards]\nmin_prefix_tokens = 91", fleet=fleet)
