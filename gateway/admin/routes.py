@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
-import msgspec
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gateway import errors
 from gateway.admin.audit import AuditAnswer
+from gateway.admin.body_api import api_path
 from gateway.admin.index import IndexAnswer
 from gateway.admin.policy import policy_routes
 from gateway.admin.prompts import PromptsAnswer
@@ -115,25 +115,21 @@ class WorkerChange(BaseModel):
         return self
 
 
-class _Fields(msgspec.Struct):
-    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-def guess_api(body: bytes) -> str:
-    """The path a body was probably meant for: completions if it has a prompt and no messages, else chat."""
-    try:
-        fields = msgspec.json.decode(body, type=_Fields)
-    except msgspec.MsgspecError:
-        return "/v1/chat/completions"
-    is_text = fields.prompt is not msgspec.UNSET and fields.messages is msgspec.UNSET
-    return "/v1/completions" if is_text else "/v1/chat/completions"
-
-
 def _only_admin(request: Request) -> None:
     """Closed by default: the guard in front must have recognised the admin token."""
     if request.scope.get("state", {}).get("caller") != "admin":
         raise errors.Forbidden("admin only")
+
+
+def _only_json(request: Request) -> None:
+    """What curl sends by itself is a form, which is not read."""
+    headers = request.headers
+    if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+        return
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        said = f"not {kind[:100]!r}" if kind else "there is no content-type"
+        raise errors.UnsupportedMedia(f"send the body as JSON with content-type: application/json ({said})")
 
 
 def build_admin(parts: AdminParts) -> FastAPI:
@@ -151,7 +147,9 @@ def build_admin(parts: AdminParts) -> FastAPI:
     faults: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}}
     policy = policy_routes(parts.policy, parts.decisions, parts.fleet)
     shadow = shadow_routes(parts.router, parts.policy)
-    for router in (_workers(parts), _decisions(parts), _knowledge(parts), policy, shadow):
+    for router in (_workers(parts), policy, shadow):
+        app.include_router(router, prefix=PREFIX, responses=faults, dependencies=[Depends(_only_json)])
+    for router in (_decisions(parts), _knowledge(parts)):
         app.include_router(router, prefix=PREFIX, responses=faults)
     return app
 
@@ -231,10 +229,12 @@ def _decisions(parts: AdminParts) -> APIRouter:
     )
     async def explain(
         request: Request,
-        api: Annotated[str, Query(description="Path the body is for; guessed if not given.")] = "",
+        api: Annotated[
+            str, Query(description="API the body is for, path or name; guessed if not given.")
+        ] = "",
     ) -> DecisionView:
         body = await _body(request, parts.settings.limits.max_body_bytes)
-        return DecisionView.of(await parts.explainer.explain(api or guess_api(body), body))
+        return DecisionView.of(await parts.explainer.explain(api_path(api, body), body))
 
     @router.get("/decisions", summary="The last decisions")
     async def get_decisions(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> DecisionsAnswer:

@@ -107,7 +107,7 @@ def _expected(candidates: Sequence[Mapping[str, Any]], *, weighed: bool) -> list
 
 
 def _prompt_line(view: Mapping[str, Any]) -> str:
-    model = view["model"] or "no model named"
+    model = f"{view['model'] or 'no model named'} ({view['api']})"
     if view["unrenderable"]:
         placed = ", placed by load" if view["target"] is not None else ""
         return f"{model}: prompt not known ({view['unrenderable']}){placed}"

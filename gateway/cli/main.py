@@ -179,7 +179,9 @@ def up(
 @app.command()
 def explain(
     file: Annotated[str, typer.Argument(help="File with a request body, or - for standard input.")],
-    api: Annotated[str, typer.Option(help="Path the body is for, such as /v1/chat/completions.")] = "",
+    api: Annotated[
+        str, typer.Option(help="chat, completions, messages, responses or a path; guessed from the body.")
+    ] = "",
     json_output: Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON.")] = False,
     url: UrlOption = None,
     admin_token: TokenOption = None,

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.admin.index import IndexAnswer, SnapshotView, index_entries
 from gateway.admin.prompts import PromptsAnswer
-from gateway.admin.routes import AdminParts, build_admin, guess_api
+from gateway.admin.routes import AdminParts, build_admin
 from gateway.admin.views import PoolAnswer
 from gateway.auth import AdminToken, ClientKeys, Guard
 from gateway.errors import InvalidRequest
@@ -241,15 +241,41 @@ async def test_explain_guesses_the_api_and_takes_a_given_one(gateway: Gateway) -
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
 
 
-def test_guessing_never_fails() -> None:
-    for body in (b"", b"[]", b"{", b"\xff", b'"x"'):
-        assert guess_api(body) == "/v1/chat/completions"
+@pytest.mark.parametrize(
+    ("word", "path"),
+    [("completions", "/v1/completions"), ("messages", "/v1/messages"), ("/v1/embeddings", "/v1/embeddings")],
+)
+async def test_explain_takes_an_api_by_name_or_path(gateway: Gateway, word: str, path: str) -> None:
+    await gateway.ask("POST", f"/explain?api={word}", content=b"{}")
+    assert [asked for asked, _ in gateway.explained.asked] == [path]
+
+
+@pytest.mark.parametrize("query", ["", "?api=chats"])
+async def test_explain_says_which_apis_there_are(gateway: Gateway, query: str) -> None:
+    answer = await gateway.ask("POST", f"/explain{query}", content=b'{"model": "m"}')
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "api")
+    assert "--api" in answer.json()["error"]["message"]
+    assert "chat, completions, messages, responses" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("PUT", "/policy"), ("POST", "/workers"), ("PATCH", "/workers/w1")]
+)
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", None])
+async def test_a_body_that_is_not_sent_as_json_is_415(
+    gateway: Gateway, method: str, path: str, kind: str | None
+) -> None:
+    gateway.fleet.add("http://127.0.0.1:9001", "w1")
+    headers = TOKEN | ({"content-type": kind} if kind else {})
+    answer = await gateway.ask(method, path, headers=headers, content=b'{"policy": "round_robin"}')
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert "application/json" in answer.json()["error"]["message"]
 
 
 async def test_explain_keeps_to_the_body_limit() -> None:
-    gateway = Gateway(load(None, {}, {"limits.max_body_bytes": 10}))
-    assert (await gateway.ask("POST", "/explain", content=b'{"a": 1}')).status_code == 200
-    assert (await gateway.ask("POST", "/explain", content=b'{"a": 100}' + b" ")).status_code == 413
+    gateway = Gateway(load(None, {}, {"limits.max_body_bytes": 11}))
+    assert (await gateway.ask("POST", "/explain", content=b'{"input":1}')).status_code == 200
+    assert (await gateway.ask("POST", "/explain", content=b'{"input":1} ')).status_code == 413
 
 
 async def test_index_pool_audit_policy_and_config(gateway: Gateway) -> None:

@@ -378,7 +378,7 @@ def view(**more: Any) -> dict[str, Any]:
 def test_the_explanation_is_a_table() -> None:
     assert as_text(view()).splitlines() == [
         "pull on w2: holder busy (policy longest_prefix)",
-        "m: 600 prompt tokens in 18 full blocks of 32, 512 of them cached there, 88 to compute",
+        "m (chat): 600 prompt tokens in 18 full blocks of 32, 512 of them cached there, 88 to compute",
         "next: w1, 8948.8 tokens more",
         "",
         "    target  local  pool  own  queued tokens  in flight  queued  pull  compute   cost  excluded",
