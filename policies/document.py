@@ -1,5 +1,6 @@
 """The policy document: which policy decides for which turns, and within which bounds."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
@@ -9,6 +10,9 @@ from msgspec import Meta
 
 from policies import registry
 
+# Deeper than any option needs to be.
+_DEPTH = 32
+_LARGEST_INT = 2**63 - 1
 _HEADER = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 Glob = Annotated[str, Meta(min_length=1, description="A name; * stands for anything, ? for one character.")]
 
@@ -94,6 +98,7 @@ class BadDocument(ValueError):
 
 def read(given: object) -> Document:
     """`given` as parsed from JSON or TOML. Raises BadDocument, which names the path and what is allowed."""
+    _refuse_unkeepable(given)
     _refuse_unknown(given, Document, "")
     try:
         document = msgspec.convert(given, Document)
@@ -170,6 +175,38 @@ def _check_match(match: Match, path: str) -> None:
     least, most = match.min_prompt_tokens, match.max_prompt_tokens
     if least is not None and most is not None and least > most:
         raise BadDocument(f"{path}min_prompt_tokens", f"nothing can match; allowed: up to {most}")
+
+
+def _refuse_unkeepable(given: object) -> None:
+    """What JSON can't say would not be the same once it was kept and read again."""
+    left: list[tuple[str, object, int]] = [("", given, 0)]
+    while left:
+        path, value, depth = left.pop()
+        if depth > _DEPTH:
+            raise BadDocument(path, f"nested too deep; allowed: {_DEPTH} levels")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadDocument(path, "a number has to be finite")
+        if isinstance(value, int) and abs(value) > _LARGEST_INT:
+            raise BadDocument(path, f"the number is too large; allowed: up to {_LARGEST_INT}")
+        if isinstance(value, str) and not _is_text(value):
+            raise BadDocument(path, "not valid Unicode: it has half of a surrogate pair")
+        if isinstance(value, Mapping):
+            for name, each in cast(Mapping[object, object], value).items():
+                word = str(name)
+                if not _is_text(word):
+                    raise BadDocument(path, "a name in it is not valid Unicode: half of a surrogate pair")
+                left.append((f"{path}.{word}" if path else word, each, depth + 1))
+        elif isinstance(value, list | tuple):
+            items = enumerate(cast(Sequence[object], value))
+            left.extend((f"{path}[{number}]", each, depth + 1) for number, each in items)
+
+
+def _is_text(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse_unknown(given: object, kind: type[Section], path: str) -> None:

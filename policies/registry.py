@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from math import isfinite
 from typing import Any, Literal, cast
 
 import msgspec
@@ -122,10 +123,14 @@ def _checked(name: str, given: Mapping[str, Any], options: type[msgspec.Struct])
         takes = f"it takes {', '.join(sorted(known))}" if known else "it takes none"
         raise BadPolicyOptions(f"{name} has no option {', '.join(unknown)}; {takes}", unknown[0])
     try:
-        return msgspec.convert(given, options, strict=False)
+        found = msgspec.convert(given, options, strict=False)
     except msgspec.ValidationError as error:
         reason, _, at = str(error).replace("`", "").partition(" - at $.")
         raise BadPolicyOptions(f"{name}: {at or 'options'}: {reason}", at) from None
+    for option, value in msgspec.structs.asdict(found).items():
+        if isinstance(value, float) and not isfinite(value):
+            raise BadPolicyOptions(f"{name}: {option}: a number has to be finite", option)
+    return found
 
 
 def _installed() -> list[EntryPoint]:

@@ -123,11 +123,13 @@ def _shown(decided: Decided) -> str:
 
 
 def _compared(name: str, found: Comparison) -> str:
+    apart = f"; {found.unplaced} it would turn away" if found.unplaced else ""
+    apart += f"; for {found.failed} it failed ({found.fault}), the fallback decided" if found.failed else ""
     if not found.turns:
-        return f"{name}: places none of these turns"
+        return f"{name}: places none of these turns{apart}"
     before, after = (s / found.turns * 1e3 for s in (found.ttft_before, found.ttft_after))
     return (
         f"{name}: {found.changed} of {found.turns} turns would go elsewhere: "
         f"expected time to first token {before:.1f} -> {after:.1f} ms, "
-        f"tokens to compute {found.uncached_before} -> {found.uncached_after}"
+        f"tokens to compute {found.uncached_before} -> {found.uncached_after}{apart}"
     )

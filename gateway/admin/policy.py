@@ -18,7 +18,8 @@ from workers.worker import Worker
 Author = Annotated[str, Query(max_length=200, description="Who changes it, for the history.")]
 Comment = Annotated[str, Query(max_length=2000, description="Why, for the history.")]
 IfMatch = Annotated[
-    str, Header(description="The ETag of the version this change is made to; 412 if it is another by now.")
+    str | None,
+    Header(description="The ETag of the version this change is made to; 412 if it is another by now."),
 ]
 Given = Annotated[Any, Body(description="A policy document; see /admin/v1/policy/schema.")]
 
@@ -123,7 +124,7 @@ def policy_routes(versions: PolicyVersions, decisions: DecisionLog, fleet: Worke
 
     @router.put("", summary="Bring a policy document into force")
     async def put_policy(
-        given: Given, response: Response, author: Author = "", comment: Comment = "", if_match: IfMatch = ""
+        given: Given, response: Response, author: Author = "", comment: Comment = "", if_match: IfMatch = None
     ) -> PolicyAnswer:
         version = await versions.put(given, author=author, comment=comment, if_match=if_match)
         return shown(version, response)
@@ -166,7 +167,7 @@ def policy_routes(versions: PolicyVersions, decisions: DecisionLog, fleet: Worke
         to: Rollback | None = None,
         author: Author = "",
         comment: Comment = "",
-        if_match: IfMatch = "",
+        if_match: IfMatch = None,
     ) -> PolicyAnswer:
         number = to.version if to else None
         return shown(

@@ -1,5 +1,6 @@
 """The admin API's routes of the shadow: a second policy that decides on every turn and never acts."""
 
+import asyncio
 import time
 from typing import Any, Protocol
 
@@ -89,6 +90,8 @@ class ShadowAnswer(Answer):
 
 def shadow_routes(router: Shadowed, versions: PolicyVersions) -> APIRouter:
     routes = APIRouter(tags=["policy"], prefix="/shadow")
+    # One change after the other: what is promoted is what was in the shadow, and goes from there once.
+    changing = asyncio.Lock()
 
     def present() -> Shadow:
         if router.shadow is None:
@@ -101,22 +104,26 @@ def shadow_routes(router: Shadowed, versions: PolicyVersions) -> APIRouter:
 
     @routes.put("", summary="Let a document decide in the shadow until the gateway ends; counts begin anew")
     async def put_shadow(given: Given) -> ShadowAnswer:
-        router.shadow = Shadow(plan_of(given), time.perf_counter)
-        return ShadowAnswer.of(router.shadow)
+        shadow = Shadow(plan_of(given), time.perf_counter)
+        async with changing:
+            router.shadow = shadow
+        return ShadowAnswer.of(shadow)
 
     @routes.delete("", status_code=204, summary="End the shadow")
     async def delete_shadow() -> None:
-        router.shadow = None
+        async with changing:
+            router.shadow = None
 
     @routes.post("/promote", summary="Bring the shadow's document into force")
     async def promote(
-        response: Response, author: Author = "", comment: Comment = "", if_match: IfMatch = ""
+        response: Response, author: Author = "", comment: Comment = "", if_match: IfMatch = None
     ) -> PolicyAnswer:
-        document = present().plan.as_plain
-        version = await versions.put(
-            document, author=author, comment=comment or "promoted from the shadow", if_match=if_match
-        )
-        router.shadow = None
+        async with changing:
+            document = present().plan.as_plain
+            version = await versions.put(
+                document, author=author, comment=comment or "promoted from the shadow", if_match=if_match
+            )
+            router.shadow = None
         response.headers["etag"] = version.etag
         return PolicyAnswer.of(version)
 

@@ -106,9 +106,12 @@ def _ask(
     from gateway.cli.main import running
     from gateway.cli.remote import RemoteError
 
-    etag = f'"{if_match}"' if if_match else ""
     try:
         with running(url, admin_token, config) as gateway:
+            etag = ""
+            if if_match:
+                now, tag = gateway.tagged("/admin/v1/policy")
+                etag = tag if str(now["version"]) == if_match else f'"{if_match}"'
             return gateway.ask(method, "/admin/v1/policy" + path, json=json, params=params, etag=etag)
     except RemoteError as error:
         _fail(str(error))

@@ -63,6 +63,11 @@ class RunningGateway:
         more = {} if json is None else {"json": json}
         return self._json(self._ask(method, path, params=params or {}, headers=headers, **more))
 
+    def tagged(self, path: str) -> tuple[Any, str]:
+        """The JSON answer of `path` and its ETag. Raises RemoteError."""
+        answer = self._ask("GET", path)
+        return self._json(answer), answer.headers.get("etag", "")
+
     def add_worker(self, url: str, segment: str) -> bool:
         """Register a worker; False where it was registered already. Raises RemoteError.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import difflib
+import hashlib
 import json
 import logging
 import os
@@ -32,7 +33,9 @@ class Version(msgspec.Struct, frozen=True):
 
     @property
     def etag(self) -> str:
-        return f'"{self.number}"'
+        """Of number and document: numbers begin anew where a file of versions was lost or is another."""
+        digest = hashlib.sha256(json.dumps(self.document, sort_keys=True).encode()).hexdigest()
+        return f'"{self.number}-{digest[:12]}"'
 
 
 class _File(msgspec.Struct):
@@ -55,11 +58,11 @@ class PolicyVersions:
         self._apply = apply
         self._changing = asyncio.Lock()
         self._versions: list[Version] = []
-        plan = Plan(configured)
+        plan, why = Plan(configured), ""
         if path is not None and path.exists():
-            plan = self._restored(path) or plan
+            plan, why = self._restored(path) or (plan, why)
         if not self._versions or plain(plan.document) != self._versions[-1].document:
-            self._versions = [*self._versions, self._next(plain(plan.document), "configuration", "")]
+            self._versions = [*self._versions, self._next(plain(plan.document), "configuration", why)]
         apply(plan)
 
     @property
@@ -77,14 +80,19 @@ class PolicyVersions:
         before = self._versions[at - 1].document if at else {}
         return "\n".join(difflib.unified_diff(_lines(before), _lines(version.document), lineterm="", n=1))
 
-    async def put(self, given: object, *, author: str, comment: str, if_match: str = "") -> Version:
-        """Bring a document into force. Raises InvalidRequest, PreconditionFailed: nothing has changed."""
+    async def put(self, given: object, *, author: str, comment: str, if_match: str | None = None) -> Version:
+        """Bring a document into force. Raises InvalidRequest, PreconditionFailed: nothing has changed.
+
+        if_match: as the header has it, None where there is none.
+        """
         plan = plan_of(given)
         async with self._changing:
             self._check(if_match)
             return await self._change(plan, author, comment)
 
-    async def rollback(self, number: int | None, *, author: str, comment: str, if_match: str = "") -> Version:
+    async def rollback(
+        self, number: int | None, *, author: str, comment: str, if_match: str | None = None
+    ) -> Version:
         """Bring an earlier document into force again, as a new version; None: the one before this."""
         async with self._changing:
             self._check(if_match)
@@ -100,8 +108,13 @@ class PolicyVersions:
             plan = plan_of(found.document)
             return await self._change(plan, author, comment or f"rollback to version {found.number}")
 
-    def _check(self, if_match: str) -> None:
-        if if_match and if_match != "*" and self.current.etag not in [t.strip() for t in if_match.split(",")]:
+    def _check(self, if_match: str | None) -> None:
+        if if_match is None:
+            return
+        tags = [tag for each in if_match.split(",") if (tag := each.strip())]
+        if not tags:
+            raise errors.InvalidRequest("If-Match names no version", param="if-match")
+        if "*" not in tags and self.current.etag not in tags:
             raise errors.PreconditionFailed(
                 f"the policy is at version {self.current.number} by now", headers={"etag": self.current.etag}
             )
@@ -125,19 +138,30 @@ class PolicyVersions:
         number = self._versions[-1].number + 1 if self._versions else 1
         return Version(number, time.time(), author, comment, document)
 
-    def _restored(self, path: Path) -> Plan | None:
+    def _restored(self, path: Path) -> tuple[Plan, str] | None:
+        """The newest kept document that can be used, and what to say of it in the history."""
         try:
             kept = msgspec.json.decode(path.read_bytes(), type=_File)
-            plan = Plan(read(kept.versions[-1].document))
-        except (OSError, msgspec.MsgspecError, BadDocument, IndexError) as error:
+        except (OSError, msgspec.MsgspecError) as error:
             logger.error(
                 "the policy kept in %s can't be used, the configured one is in force: %s", path, error
             )
             return None
         self._versions = kept.versions
-        if kept.configured == self._configured:
-            return plan
-        logger.warning("the settings name another policy than before; that one is in force")
+        if kept.configured != self._configured:
+            logger.warning("the settings name another policy than before; that one is in force")
+            return None
+        for version in reversed(kept.versions):
+            try:
+                plan = Plan(read(version.document))
+            except BadDocument as error:
+                logger.error("version %d kept in %s can't be used: %s", version.number, path, error)
+                continue
+            if version is kept.versions[-1]:
+                return plan, ""
+            logger.warning("version %d is in force again", version.number)
+            return plan, f"version {version.number}, as later ones can't be used"
+        logger.error("no version kept in %s can be used; the configured policy is in force", path)
         return None
 
 

@@ -27,9 +27,9 @@ class Policy:
         self.gate = gate
 
     async def ask(
-        self, method: str, path: str = "", body: Any = None, etag: str = "", **params: str
+        self, method: str, path: str = "", body: Any = None, etag: str | None = None, **params: str
     ) -> tuple[int, dict[str, Any], str]:
-        headers = ADMIN | ({"if-match": etag} if etag else {})
+        headers = ADMIN | ({} if etag is None else {"if-match": etag})
         url = f"{self.gate.url}/admin/v1/policy{path}"
         more = {} if body is None else {"json": body}
         async with self.gate.client.request(method, url, headers=headers, params=params, **more) as answer:
@@ -74,6 +74,51 @@ async def test_a_change_to_a_version_that_is_no_more_is_refused(policy: Policy) 
     assert sorted(status for status, _, _ in answers) == [200, 412, 412]
     status, error, _ = await policy.ask("POST", "/rollback", {}, etag=etag)
     assert (status, error["error"]["code"]) == (412, "precondition_failed")
+
+
+async def test_a_condition_that_names_no_version_is_none(policy: Policy) -> None:
+    for etag in (" ", ","):
+        status, error, _ = await policy.ask("PUT", body=DOCUMENT, etag=etag)
+        assert (etag, status, error["error"]["param"]) == (etag, 400, "if-match")
+    assert (await policy.ask("PUT", body=DOCUMENT, etag="*"))[0] == 200
+
+
+async def test_a_tag_stands_for_one_document_also_where_numbers_begin_anew(
+    peers, front, env: dict[str, str]
+) -> None:
+    peer = await peers(say_ok)
+    first = await Policy(await front(peer, env=env)).ask("GET")
+    # Nothing was changed, so nothing was kept.
+    other = Policy(await front(peer, env=env | {"MOONGATE_ROUTING__POLICY": "random"}))
+    second = await other.ask("GET")
+    assert first[1]["version"] == second[1]["version"] == 1
+    assert first[2] != second[2]
+    assert (await other.ask("PUT", body=DOCUMENT, etag=first[2]))[0] == 412
+
+
+UNKEEPABLE: list[tuple[str, str | None]] = [
+    ('{"policy": "longest_prefix", "options": {"margin_tokens": Infinity}}', "options.margin_tokens"),
+    ('{"policy": "longest_prefix", "options": {"margin_tokens": "inf"}}', "options.margin_tokens"),
+    ('{"policy": "longest_prefix", "options": {"margin_tokens": NaN}}', "options.margin_tokens"),
+    ('{"policy": "longest_prefix", "options": {"margin_tokens": 1e999}}', "options.margin_tokens"),
+    ('{"guards": {"max_imbalance": Infinity}}', "guards.max_imbalance"),
+    ('{"guards": {"max_inflight": 1000000000000000000000000}}', "guards.max_inflight"),
+    ('{"rules": [{"options": {"margin_tokens": -Infinity}}]}', "rules[0].options.margin_tokens"),
+    ('{"rules": [{"name": "\\ud800"}]}', "rules[0].name"),
+    ('{"\\ud800": 1}', None),
+    ('{"rules": [{"match": {"header": {"\\udfff": "x"}}}]}', "rules[0].match.header"),
+    ('{"options": {"x": ' + "[" * 500 + "]" * 500 + "}}", "options.x" + "[0]" * 31),
+]
+
+
+async def test_what_could_not_be_kept_is_refused(policy: Policy) -> None:
+    headers = ADMIN | {"content-type": "application/json"}
+    for method, path in (("PUT", "policy"), ("POST", "policy/validate"), ("PUT", "shadow")):
+        for text, param in UNKEEPABLE:
+            url = f"{policy.gate.url}/admin/v1/{path}"
+            async with policy.gate.client.request(method, url, headers=headers, data=text) as answer:
+                assert (answer.status, (await answer.json())["error"]["param"]) == (400, param)
+    assert (await policy.ask("GET"))[1]["version"] == 1
 
 
 @pytest.mark.parametrize(
@@ -144,6 +189,28 @@ async def test_it_survives_a_restart_until_the_settings_name_another(
     other = Policy(await front(peer, env=env | {"MOONGATE_ROUTING__POLICY": "least_loaded"}))
     _, found, _ = await other.ask("GET")
     assert (found["version"], found["document"]) == (3, {"policy": "least_loaded"})
+
+
+def spoil_the_last_version(path: Path) -> None:
+    kept = json.loads(path.read_text())
+    kept["versions"][-1]["document"]["options"]["margin_tokens"] = None
+    path.write_text(json.dumps(kept))
+
+
+async def test_a_last_version_that_can_not_be_used_does_not_cost_the_history(
+    peers, front, env: dict[str, str]
+) -> None:
+    peer = await peers(say_ok)
+    before = Policy(await front(peer, env=env))
+    await before.ask("PUT", body=DOCUMENT)
+    await before.ask("PUT", body={"policy": "longest_prefix", "options": {"margin_tokens": 5}})
+    spoil_the_last_version(Path(env["MOONGATE_ROUTING__POLICY_PATH"]))
+    again = Policy(await front(peer, env=env))
+    _, found, _ = await again.ask("GET")
+    assert (found["version"], found["document"]) == (4, DOCUMENT)
+    assert found["comment"] == "version 2, as later ones can't be used"
+    assert (await again.turn())[1] == "round_robin"
+    assert [v["version"] for v in (await again.ask("GET", "/history"))[1]["versions"]] == [4, 3, 2, 1]
 
 
 def broken(path: Path) -> None:
@@ -259,6 +326,7 @@ class TestCommand:
         code, _, err = await run("put", str(file), "--if-match", "7")
         assert code == 1
         assert "the policy is at version 1 by now" in err
+        assert (await run("put", str(file), "--if-match", "1"))[:2] == (0, "version 2 is in force\n")
         file.write_text('{"policy": "fastest"}')
         code, _, err = await run("put", str(file))
         assert code == 1
@@ -291,6 +359,23 @@ class TestShadow:
         assert (status, version["document"]) == (200, {"policy": "round_robin"})
         assert (await policy.turn())[1] == "round_robin"
         assert (await self.ask(policy, "GET"))[0] == 404
+
+    async def test_it_is_promoted_once(self, policy: Policy) -> None:
+        await self.ask(policy, "PUT", body={"policy": "round_robin"})
+        answers = await asyncio.gather(*(self.ask(policy, "POST", "/promote") for _ in range(5)))
+        assert sorted(status for status, _ in answers) == [200, 404, 404, 404, 404]
+        assert (await policy.ask("GET"))[1]["version"] == 2
+
+    async def test_one_that_is_set_during_a_promotion_stays(self, policy: Policy) -> None:
+        await self.ask(policy, "PUT", body={"policy": "round_robin"})
+        promoted, put = await asyncio.gather(
+            self.ask(policy, "POST", "/promote"), self.ask(policy, "PUT", body={"policy": "random"})
+        )
+        # Whichever came first: what was put is in force or in the shadow, not gone.
+        in_force = (await policy.ask("GET"))[1]["document"]["policy"]
+        status, _ = await self.ask(policy, "GET")
+        assert (promoted[0], put[0]) == (200, 200)
+        assert (in_force, status) in (("round_robin", 200), ("random", 404))
 
     async def test_it_can_be_ended(self, policy: Policy) -> None:
         await self.ask(policy, "PUT", body={})
