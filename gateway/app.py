@@ -159,6 +159,7 @@ class Gateway:
             pool=self.pool,
             ledger=self.ledger,
             failed=self.metrics.knowledge_failure,
+            slow=self.metrics.slow_decision,
         )
         links = Links(
             self.streams,

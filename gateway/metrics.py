@@ -153,6 +153,9 @@ class Metrics:
         self._knowledge_failures = counter(
             "knowledge_failures", "Turns placed without what could not be asked, which raised.", "source"
         )
+        self._slow_decisions = counter(
+            "slow_decisions", "Decisions that took 20 ms or more, while all turns waited.", "policy"
+        )
         self._overloads = counter("overloaded", "Turns turned away for want of room.")
         self._by_worker = (self._kv_events, self._upstream_errors, self._mispredicted, self._index_probes)
         for source in ("local", "pool", "computed"):
@@ -226,6 +229,10 @@ class Metrics:
     @_harmless
     def knowledge_failure(self, source: str) -> None:
         self._knowledge_failures.labels(source).inc()
+
+    @_harmless
+    def slow_decision(self, policy: str) -> None:
+        self._slow_decisions.labels(self._word("policy", policy)).inc()
 
     @_harmless
     def unrenderable(self, model: str, reason: str) -> None:

@@ -1,7 +1,7 @@
 """The admin API's routes of the policy: read, changed by version, tried on what was decided, rolled back."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Body, Header, Query, Response
@@ -92,6 +92,9 @@ class ValidateAnswer(Answer):
     document: dict[str, Any] = Field(description="As it would be in force.")
     warnings: list[str] = Field(description="What is valid and hardly meant: rules for workers nobody knows.")
     recent: CompareView = Field(description="What it would have changed of the last decisions.")
+    not_judged: int = Field(
+        description="Of these, turns left out of recent: headers that its rules go by were not kept then."
+    )
 
 
 class SchemaAnswer(RootModel[dict[str, Any]]):
@@ -138,11 +141,14 @@ def policy_routes(versions: PolicyVersions, decisions: DecisionLog, fleet: Worke
         given: Given, last: Annotated[int, Query(ge=0, le=1000)] = 200
     ) -> ValidateAnswer:
         plan = plan_of(given)
-        placed = placed_lately(decisions, last)
+        placed = placed_lately(decisions, last, plan.headers)
         found = await asyncio.to_thread(compare, placed, plan)
         known = [target.name for worker in fleet.workers() for target in worker.targets]
         return ValidateAnswer(
-            document=plan.as_plain, warnings=plan.for_nobody(known), recent=CompareView.of(found)
+            document=plan.as_plain,
+            warnings=plan.for_nobody(known),
+            recent=CompareView.of(found),
+            not_judged=len(placed_lately(decisions, last)) - len(placed),
         )
 
     @router.get("/history", summary="The policy's versions")
@@ -178,6 +184,13 @@ def policy_routes(versions: PolicyVersions, decisions: DecisionLog, fleet: Worke
     return router
 
 
-def placed_lately(decisions: DecisionLog, last: int) -> Sequence[Placed]:
-    """The last decisions, the newest first."""
-    return [Placed(r.turn, r.facts, r.decision) for r in decisions.recent(last) if r.turn is not None]
+def placed_lately(decisions: DecisionLog, last: int, headers: Set[str] = frozenset()) -> Sequence[Placed]:
+    """The last decisions, the newest first; without those of which any of `headers` is not known.
+
+    Of a turn those headers are kept that a rule in force went by.
+    """
+    return [
+        Placed(r.turn, r.facts, r.decision)
+        for r in decisions.recent(last)
+        if r.turn is not None and (not headers or (r.plan is not None and headers <= r.plan.headers))
+    ]

@@ -59,6 +59,8 @@ def validate(file: File, url: Url = None, admin_token: Token = None, config: Con
         before, after = recent["predicted_ttft_ms_before"], recent["predicted_ttft_ms_after"]
         print(f"{moved}: expected time to first token {before:.1f} -> {after:.1f} ms,")
         print(f"tokens to compute {recent['uncached_tokens_before']} -> {recent['uncached_tokens_after']}")
+    if found["not_judged"]:
+        print(f"warning: {found['not_judged']} of the last turns are not judged: headers were not kept then")
     if recent["unplaced"]:
         print(f"warning: {recent['unplaced']} of the last turns would have been turned away: nobody may")
     if recent["failed"]:

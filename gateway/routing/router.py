@@ -17,6 +17,7 @@ from gateway.knowledge.trust import Trusts
 from gateway.prompts.prompts import ModelPrompts, Understood
 from gateway.routing.charge import Charge
 from gateway.routing.eligibility import Room, eased, why_nobody, why_not, within
+from gateway.routing.watch import DecisionWatch
 from gateway.sessions.sessions import hint, says_it_ends
 from policies.candidates import EVERY_S, NOTHING, Prefix, Standing, candidate, pressure
 from policies.document import Document
@@ -155,8 +156,12 @@ class Router:
         room_each: Room = _ENDLESS,
         draws: Draws | None = None,
         failed: Callable[[str], None] = lambda source: None,
+        slow: Callable[[str], None] = lambda policy: None,
     ) -> None:
-        """failed: told which source of knowledge raised, `index`, `pool` or `sessions`."""
+        """failed: told which source of knowledge raised, `index`, `pool` or `sessions`.
+
+        slow: told which policy took long to decide.
+        """
         self.plan = Plan(Document())
         self.shadow: Shadow | None = None
         self._room, self._room_each = room, room_each
@@ -173,6 +178,7 @@ class Router:
         self._full_at = 0.0
         self._draws = draws or random.Random()
         self._failed = failed
+        self._watch = DecisionWatch(slow)
         self._computed = Placements(ttl_s=_ANNOUNCED_AFTER_S)
         self._ended: deque[tuple[float, int, int]] = deque(maxlen=_ANSWERS)
 
@@ -338,8 +344,9 @@ class Router:
             raise self._overloaded(size)
         turn = sight.turn(self._number)
         candidates = self.candidates(sight, failed)
-        plan = self.plan
+        plan, begun = self.plan, time.perf_counter()
         decision = plan.decide(turn, candidates, sight.facts)
+        self._watch.decided(decision.policy, time.perf_counter() - begun, decision.fault)
         chosen = decision.chosen
         if decision.target is None or chosen is None:
             if any(candidate.excluded == "full" for candidate in decision.candidates):
@@ -373,8 +380,11 @@ class Router:
             last=sight.last,
         )
         self._number += 1
-        shadow = self.shadow
-        shadowed = shadow.observe(turn, candidates, sight.facts, decision) if shadow else None
+        shadow, shadowed = self.shadow, None
+        if shadow:
+            begun = time.perf_counter()
+            shadowed = shadow.observe(turn, candidates, sight.facts, decision)
+            self._watch.decided("shadow", time.perf_counter() - begun)
         return Placement(decision, target, chosen, Charge(lease, ticket, stay), turn, plan, shadowed)
 
     def _overloaded(self, prompt_tokens: int) -> Overloaded:

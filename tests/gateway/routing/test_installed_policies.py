@@ -21,6 +21,7 @@ CARELESS = {
     "says_number": "return Decision(candidates[0].target, 'local', 12345, 'p', candidates)",
     "hides_all": "return Decision(candidates[0].target, 'local', 'so', 'p', ())",
 }
+SLOW = {"dawdles": "time.sleep(0.03)\n        return Decision(candidates[0].target, 'local', 'so', 'p', ())"}
 
 
 async def say_ok(_: Received, connection: Connection) -> None:
@@ -30,10 +31,10 @@ async def say_ok(_: Received, connection: Connection) -> None:
 @pytest.fixture
 async def gate(peers: Any, front: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     install = installer(tmp_path, monkeypatch)
-    for name, body in (BAD | CARELESS).items():
+    for name, body in (BAD | CARELESS | SLOW).items():
         install(
             name,
-            "import asyncio\nfrom policies.types import Decision\n"
+            "import asyncio, time\nfrom policies.types import Decision\n"
             f"def make(options):\n    def decide(turn, candidates):\n        {body}\n    return decide\n",
         )
     env = {"MOONGATE_ROUTING__HEADERS": "debug", "MOONGATE_ROUTING__POLICY_PATH": str(tmp_path / "policy")}
@@ -83,6 +84,15 @@ async def test_a_careless_policy_costs_no_view(gate: Any) -> None:
     found = (await admin(gate, "GET", "/admin/v1/decisions"))["decisions"]
     assert {(each["action"], each["target"] is None) for each in found} == {("none", False)}
     assert 'reason="no reason that can be shown"' in await admin(gate, "GET", "/metrics")
+
+
+async def test_a_slow_policy_is_counted(gate: Any) -> None:
+    for where in ("policy", "shadow"):
+        await admin(gate, "PUT", f"/admin/v1/{where}", json={"policy": "dawdles"})
+    await turn(gate)
+    page = await admin(gate, "GET", "/metrics")
+    for policy in ("dawdles", "shadow"):
+        assert f'moongate_slow_decisions_total{{policy="{policy}"}} 1.0' in page
 
 
 async def test_a_shadow_that_raises_itself_touches_no_turn(gate: Any) -> None:

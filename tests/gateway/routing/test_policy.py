@@ -157,6 +157,18 @@ async def test_a_document_is_tried_on_what_was_decided(policy: Policy) -> None:
     assert same["predicted_ttft_ms_before"] == same["predicted_ttft_ms_after"]
 
 
+async def test_turns_whose_headers_were_not_kept_are_not_judged(policy: Policy) -> None:
+    gold = {"rules": [{"match": {"header": {"x-tenant": "gold"}}, "policy": "random"}]}
+    await policy.turn()
+    answer = (await policy.ask("POST", "/validate", gold))[1]
+    assert (answer["recent"]["turns"], answer["not_judged"]) == (0, 1)
+    await policy.ask("PUT", body=gold)
+    await policy.turn()
+    answer = (await policy.ask("POST", "/validate", gold))[1]
+    assert (answer["recent"]["turns"], answer["not_judged"]) == (1, 1)
+    assert (await policy.ask("POST", "/validate", {}))[1]["not_judged"] == 0
+
+
 async def test_history_and_rollback(policy: Policy) -> None:
     await policy.ask("PUT", body=DOCUMENT, author="me")
     await policy.ask("PUT", body={"policy": "random"})
