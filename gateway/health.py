@@ -26,5 +26,9 @@ def readiness(fleet: Fleet, pool: PoolView | None, doubts: list[str], *, ending:
     reasons += [f"worker {w.name} is {w.state}: {w.reason}" for w in workers if w.state != "up"]
     reasons += [f"worker {w.name} is cordoned" for w in workers if w.cordoned]
     if pool is not None and pool.degraded:
-        reasons.append("the pool can't be asked")
+        places = ", ".join(pool.places)
+        reasons.append(
+            f"the pool can't be asked ({pool.reason}): the master's admin HTTP was tried at {places} "
+            "(mooncake.master, mooncake.http_port)"
+        )
     return Readiness(ready, reasons + doubts)

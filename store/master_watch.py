@@ -66,6 +66,12 @@ class MasterWatch:
         """Whether the master is not to be asked; `reason` says why not."""
         return self.reason != ""
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """HOST:PORT of the admin HTTP; all where it is looked for until it has answered."""
+        places = self._places if self.http is None else [(self.http.host, self.http.port)]
+        return tuple(f"{host}:{port}" for host, port in places)
+
     async def start(self) -> None:
         """Returns after the first look, whether the master answered or not; 1 s at most."""
         await self._looked()

@@ -182,6 +182,16 @@ class PoolView:
         return self._watch.degraded
 
     @property
+    def reason(self) -> str:
+        """Why it is degraded, "" when it is not."""
+        return self._watch.reason
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """HOST:PORT of the master's admin HTTP; all where it is looked for until it has answered."""
+        return self._watch.places
+
+    @property
     def removed(self) -> int:
         """Objects that only dead workers held, taken out of the pool since the start."""
         return self._dead.removed if self._dead is not None else 0
@@ -198,6 +208,7 @@ class PoolView:
             master=self._master,
             degraded=self.degraded,
             reason=self._watch.reason,
+            places=self.places,
             keys=self._watch.counters.keys if self._watch.counters is not None else 0,
             segments=tuple(
                 SegmentStatus(

@@ -39,6 +39,8 @@ class LayoutStatus:
 class PoolStatus:
     """reason: why it is degraded, "" when it is not. Counts are since the start of the gateway.
 
+    places: HOST:PORT of the master's admin HTTP, all where it is looked for until it has answered.
+
     asked: turns that needed the master; late: those it did not answer in time; restarts: lives of the master
     that ended; keys: objects in the pool; remembered: blocks; checked_s: age of the last good look, or None.
     announced: blocks that workers said they stored; announced_s: how long ago the last. While the pool is in
@@ -50,6 +52,7 @@ class PoolStatus:
     master: str
     degraded: bool
     reason: str
+    places: tuple[str, ...]
     keys: int
     segments: tuple[SegmentStatus, ...]
     layouts: tuple[LayoutStatus, ...]

@@ -56,7 +56,7 @@ def examine(
     targets: list[dict[str, Any]] = gateway.get("/admin/v1/index")["targets"]
     yield from _index(targets, workers)
     yield from _windows(targets, workers)
-    yield from _pool(gateway.get("/admin/v1/pool"))
+    yield from _pool(gateway.get("/admin/v1/pool"), _silent(targets, workers))
 
 
 def _worker(
@@ -65,9 +65,7 @@ def _worker(
     name = worker["name"]
     check = f"worker {name}"
     if worker["state"] != "up":
-        yield Finding(
-            check, "fail", f"is {worker['state']}: {worker['reason']}", f"look at {worker['url']}/health"
-        )
+        yield Finding(check, "fail", f"is {worker['state']}: {worker['reason']}", _worker_fix(worker))
         return
     yield Finding(check, "ok", f"is up, serves {', '.join(m['id'] for m in worker['models']) or 'no model'}")
     try:
@@ -79,6 +77,20 @@ def _worker(
     yield _clock(name, answer.headers.get("date", ""), now())
     for model in _served(worker):
         yield _tokens(worker, model["id"], gateway, client)
+
+
+def _worker_fix(worker: dict[str, Any]) -> str:
+    """What helps a worker that is not up, by the reason that its probe gives."""
+    reason, url = worker["reason"], worker["url"]
+    if "API key" in reason:
+        return "set workers.api_key (MOONGATE_WORKERS__API_KEY) to the key that the worker was started with"
+    if reason.endswith("ConnectError") or reason == "connection refused":
+        off = f"DELETE /admin/v1/workers/{worker['name']}, and workers.urls"
+        return f"nothing listens at {url}: start the worker there, or take it off the list ({off})"
+    if reason == "asleep":
+        return f"wake it: POST {url}/wake_up"
+    path = reason.split()[0].rstrip(":") if reason.startswith("/") else "/health"
+    return f"look at {url}{path} and at the worker's log"
 
 
 def _served(worker: dict[str, Any]) -> list[dict[str, Any]]:
@@ -205,7 +217,7 @@ _INDEX_FIX = (
 
 
 def _index(targets: list[dict[str, Any]], workers: list[dict[str, Any]]) -> Iterator[Finding]:
-    up = {target["name"] for worker in workers if worker["state"] == "up" for target in worker["targets"]}
+    up = _targets_up(workers)
     for target in targets:
         name = target["target"]
         if name not in up:
@@ -231,6 +243,16 @@ def _index(targets: list[dict[str, Any]], workers: list[dict[str, Any]]) -> Iter
             yield Finding(
                 hashes, "skip", "no block has been announced yet; send a turn of a few blocks first"
             )
+
+
+def _targets_up(workers: list[dict[str, Any]]) -> set[str]:
+    return {target["name"] for worker in workers if worker["state"] == "up" for target in worker["targets"]}
+
+
+def _silent(targets: list[dict[str, Any]], workers: list[dict[str, Any]]) -> list[str]:
+    """Targets of workers that are up and publish no KV events."""
+    up = _targets_up(workers)
+    return [each["target"] for each in targets if each["stream"] == "none" and each["target"] in up]
 
 
 def _windows(targets: list[dict[str, Any]], workers: list[dict[str, Any]]) -> Iterator[Finding]:
@@ -259,20 +281,21 @@ def _windows(targets: list[dict[str, Any]], workers: list[dict[str, Any]]) -> It
                 yield Finding(check, "ok", detail)
 
 
-def _pool(pool: dict[str, Any]) -> Iterator[Finding]:
+def _pool(pool: dict[str, Any], silent: list[str]) -> Iterator[Finding]:
     if not pool["configured"]:
         yield Finding("pool", "skip", "not configured (mooncake.master)")
         return
     if pool["degraded"]:
-        fix = "is the master up, and mooncake.http_port its admin port?"
-        yield Finding("pool", "fail", f"the master at {pool['master']} can't be asked", fix)
+        details = pool["details"]
+        detail = f"the master at {pool['master']} can't be asked ({details['reason']})"
+        detail += f"; its admin HTTP was tried at {', '.join(details['places'])}"
+        fix = "is the master up, and mooncake.http_port the port of its admin HTTP (its --metrics_port)?"
+        yield Finding("pool", "fail", detail, fix)
         return
     yield Finding("pool", "ok", f"the master at {pool['master']} answers")
     details = pool["details"]
     if details["turns"] and not details["announced"]:
-        detail = "no worker has said that it stored a block: what is new there is found by asking alone"
-        fix = "start workers with --kv-events-config; through MultiConnector vLLM says nothing"
-        yield Finding("pool events", "warn", detail, fix)
+        yield _pool_events(silent)
     yield from _master_events(details)
     for layout in details["layouts"]:
         check = f"pool keys of {layout['name']}"
@@ -285,6 +308,16 @@ def _pool(pool: dict[str, Any]) -> Iterator[Finding]:
             yield Finding(check, "fail", "workers announced blocks, but none is there by this name", fix)
         else:
             yield Finding(check, "skip", "no turn has found a block yet")
+
+
+def _pool_events(silent: list[str]) -> Finding:
+    """Why no worker has said that it stored a block; silent: those that publish nothing."""
+    check, detail = "pool events", "no worker has said since this gateway started that it stored a block"
+    if silent:
+        fix = f"start {', '.join(silent)} with --kv-events-config"
+        return Finding(check, "warn", f"{detail}: what is new there is found by asking alone", fix)
+    detail += ": nothing to do where nothing new was stored; through MultiConnector vLLM never says"
+    return Finding(check, "skip", detail)
 
 
 def _master_events(details: dict[str, Any]) -> Iterator[Finding]:

@@ -238,7 +238,8 @@ def lose_the_tokenizer(site: Site) -> None:
 
 
 def break_pool(site: Site) -> None:
-    site.pool = site.pool.model_copy(update={"degraded": True})
+    details = {"reason": "refused", "places": ["m:9003", "m:1"]}
+    site.pool = site.pool.model_copy(update={"degraded": True, "details": details})
 
 
 def misname_the_pool(site: Site) -> None:
@@ -266,7 +267,7 @@ def remove_workers(site: Site) -> None:
         (break_hashes, "hashes of w2", "sha256 fits"),
         (break_prompts, "prompts of m", "chat: token 7 is 5 'cat', on w2 the end"),
         (lose_the_tokenizer, "prompts of m", "no tokenizer.json"),
-        (break_pool, "pool", "can't be asked"),
+        (break_pool, "pool", "can't be asked (refused); its admin HTTP was tried at m:9003, m:1"),
         (misname_the_pool, "pool keys of m", "none is there by this name"),
         (remove_workers, "workers", "none is registered"),
     ],
@@ -307,9 +308,35 @@ async def test_groups_that_hit_in_an_unknown_way_are_told(site: Site) -> None:
 
 async def test_b066_a_pool_in_use_of_which_nobody_says_anything_is_not_called_ok(site: Site) -> None:
     site.pool.details["announced"] = 0
+    stop_events(site)
     found = {f.check: f for f in await examined(site)}
     assert found["pool events"].result == "warn"
-    assert "MultiConnector" in found["pool events"].fix
+    assert found["pool events"].fix == "start w1 with --kv-events-config"
+
+
+async def test_workers_that_publish_are_not_told_to_after_a_restart_of_the_gateway(site: Site) -> None:
+    site.pool.details["announced"] = 0
+    found = {f.check: f for f in await examined(site)}["pool events"]
+    assert (found.result, found.fix) == ("skip", "")
+    assert "since this gateway started" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("reason", "fix"),
+    [
+        ("/v1/models answered 401: worker API key missing or wrong", "workers.api_key"),
+        ("/health: ConnectError", "start the worker there, or take it off the list"),
+        ("connection refused", "DELETE /admin/v1/workers/w1"),
+        ("asleep", "/w1/wake_up"),
+        ("/v1/models answered 500", "/w1/v1/models"),
+        ("not probed yet", "/w1/health"),
+    ],
+)
+async def test_what_helps_a_worker_follows_from_why_it_is_down(site: Site, reason: str, fix: str) -> None:
+    worker = site.fleet.get("w1")
+    worker.url += "/w1"
+    site.fleet.mark_down(worker, reason)
+    assert fix in {f.check: f for f in await examined(site)}["worker w1"].fix
 
 
 async def test_b066_a_masters_own_events_are_to_be_followed(site: Site) -> None:
