@@ -6,12 +6,12 @@ expected publishes keys that no prompt will ever have, and nothing else would sh
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, get_args
 
-from store.events import BadBatch, BlockRemoved, BlockStored, EventBatch
+from store.events import AllBlocksCleared, BadBatch, BlockRemoved, BlockStored, Event, EventBatch
 from store.groups import UNPROVEN, blocks_needed
 from store.hashing import HashAlgo, HashScheme, chain
 from store.index import BlockIndex
@@ -30,6 +30,10 @@ _REPORTS: Final = 64
 _ALL_GROUPS_SHOWN: Final = 64
 # KV groups of the pool blocks in one batch; see `BlockIndex.describe` for the others.
 _MOST_POOLED: Final = 64
+# Blocks applied in one go (0.5 us each; 8 where they are known already and in no order), and what an event
+# itself costs.
+_PIECE: Final = 256
+_EVENT_COST: Final = 8
 # What operators set PYTHONHASHSEED to.
 _COMMON_SEEDS: Final = ("0", "1", "42", "123", "1234")
 
@@ -296,30 +300,70 @@ class Knowledge:
         self.contradicted.discard(target)
 
     def batch(self, target: str, batch: EventBatch) -> None:
-        """Apply it all. Raises BadBatch, once all others are applied, if it has events of too many groups."""
-        pooled: dict[int, list[int]] = {}
-        refused = 0
-        for event in batch.events:
+        """Apply it all at once; see `apply`."""
+        for _ in self.apply(target, batch):
+            pass
+
+    def apply(self, target: str, batch: EventBatch) -> Iterator[None]:
+        """Apply it in order, about a millisecond's worth until each pause.
+
+        In a pause is known what the target held between two of the blocks that it announced; what KV groups
+        the batch names is known before the first of its blocks. Nothing else may be applied to `target`
+        before the end. Raises BadBatch there if some events were of too many groups.
+        """
+        spent = 0
+        groups, refused = set[int](), set[int]()
+        for number, event in enumerate(batch.events):
             if isinstance(event, BlockStored):
-                if event.pool:
-                    if event.group in pooled or len(pooled) < _MOST_POOLED:
-                        pooled.setdefault(event.group, []).extend(event.keys)
-                    else:
-                        refused += 1
-                elif self._described(target, event):
-                    self._stored(target, event)
-                else:
-                    refused += 1
-            elif isinstance(event, BlockRemoved):
+                if not (self._in_pool(event, groups) if event.pool else self._described(target, event)):
+                    refused.add(number)
+                spent += _EVENT_COST
+                if spent >= _PIECE:
+                    spent = 0
+                    yield
+        pooled: dict[int, list[int]] = {}
+        for number, event in enumerate(batch.events):
+            if number in refused:
+                continue
+            for blocks in self._pieces(target, event, pooled):
+                spent += blocks + _EVENT_COST
+                if spent >= _PIECE:
+                    spent = 0
+                    self._tell_pool(target, pooled)
+                    yield
+        self._tell_pool(target, pooled)
+        if refused:
+            raise BadBatch(f"{len(refused)} events are of KV groups beyond any number that a model has")
+
+    def _pieces(self, target: str, event: Event, pooled: dict[int, list[int]]) -> Iterator[int]:
+        """Apply `event`, so many of its blocks until each pause."""
+        if isinstance(event, AllBlocksCleared):
+            self._cleared(target)
+            yield 0
+        elif isinstance(event, BlockRemoved):
+            for _, keys in _cut(event.keys):
                 for index in self._indexes(target):
-                    index.removed(target, event.keys, tier=event.tier, group=event.group)
-            else:
-                self._cleared(target)
+                    index.removed(target, keys, tier=event.tier, group=event.group)
+                yield len(keys)
+        elif event.pool:
+            for _, keys in _cut(event.keys):
+                pooled.setdefault(event.group, []).extend(keys)
+                yield len(keys)
+        else:
+            yield from self._stored(target, event)
+
+    @staticmethod
+    def _in_pool(event: BlockStored, groups: set[int]) -> bool:
+        """Whether there is room for its KV group among those of its batch."""
+        if len(groups) < _MOST_POOLED:
+            groups.add(event.group)
+        return event.group in groups
+
+    def _tell_pool(self, target: str, pooled: dict[int, list[int]]) -> None:
         if self._on_pool_stored is not None:
             for group, keys in pooled.items():
                 self._on_pool_stored(target, keys, group)
-        if refused:
-            raise BadBatch(f"{refused} events are of KV groups beyond any number that a model has")
+        pooled.clear()
 
     def _described(self, target: str, event: BlockStored) -> bool:
         """Note which KV group `event` is of, and of what kind that is. Whether there is room for it."""
@@ -347,8 +391,8 @@ class Knowledge:
         if all(holder != target for holder, _ in self.index.sizes()):
             self._forget_blocks(target)
 
-    def _stored(self, target: str, event: BlockStored) -> None:
-        self._store(target, event)
+    def _stored(self, target: str, event: BlockStored) -> Iterator[int]:
+        yield from self._store(target, event)
         if event.keys:
             self._announcements += 1
             lately = self._lately.setdefault(target, deque(maxlen=_LATELY))
@@ -359,20 +403,24 @@ class Knowledge:
         if event.parent is None and event.tier == "gpu":
             self._check(target, event)
 
-    def _store(self, target: str, event: BlockStored) -> None:
+    def _store(self, target: str, event: BlockStored) -> Iterator[int]:
         tier, group = event.tier, event.group
         need = blocks_needed(event.spec_kind, event.window, event.block_size)
         report = event.parent is None and self._is_report(target, event.keys, event.session)
         if report and (need is not None or event.group):
             return  # engines report blocks of window groups that they do not hold (vLLM 0.32)
-        for index in self._indexes(target):
-            if event.spec_kind in UNPROVEN:
-                continue
-            if need is None and event.sparse:
-                for key in event.keys:  # which of them follow each other is not said
-                    index.stored(target, [key], None, tier=tier, group=group)
-            else:
-                index.stored(target, event.keys, event.parent, tier=tier, group=group, report=report)
+        if event.spec_kind in UNPROVEN:
+            return
+        loose = need is None and event.sparse  # which of them follow each other is not said
+        for start, keys in _cut(event.keys):
+            parent = event.keys[start - 1] if start else event.parent
+            for index in self._indexes(target):
+                if loose:
+                    for key in keys:
+                        index.stored(target, [key], None, tier=tier, group=group)
+                else:
+                    index.stored(target, keys, parent, tier=tier, group=group, report=report)
+            yield len(keys)
 
     def _is_report(self, target: str, keys: Sequence[int], session: str | None) -> bool:
         found = session == PROBE_SESSION
@@ -411,6 +459,15 @@ class Knowledge:
                 self.hash_mismatch.pop(target, None)
             else:
                 self.hash_mismatch[target] = _difference(scheme, fitting)
+
+
+def _cut(keys: list[int]) -> Iterator[tuple[int, list[int]]]:
+    """Pieces of `keys`, and where each starts."""
+    if len(keys) <= _PIECE:
+        yield 0, keys
+        return
+    for start in range(0, len(keys), _PIECE):
+        yield start, keys[start : start + _PIECE]
 
 
 def _begins(whole: Sequence[int], keys: Sequence[int]) -> bool:

@@ -7,6 +7,7 @@ here, on the event loop, batches are decoded and handed to the sink, a few milli
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,13 +29,18 @@ PROOF_INTERVAL_S: Final = 15.0
 # what falls between the two shows in a second look.
 _SECOND_LOOK_S: Final = 1.0
 _RETRY_DELAY_S: Final = 0.3
+_END: Final = object()
 
 
 class EventSink(Protocol):
     """Takes what the streams bring. Must not block."""
 
-    def batch(self, target: str, batch: EventBatch) -> None:
-        """The next batch of `target`. Raises BadBatch if some of it could not be used."""
+    def apply(self, target: str, batch: EventBatch) -> Iterator[None]:
+        """Apply the next batch of `target`, a piece with every step, a millisecond or two each.
+
+        Raises BadBatch at the end if some of it could not be used. Nothing else of `target` comes before the
+        end but a `reset`, which ends it early.
+        """
         ...
 
     def reset(self, target: str, why: str) -> None:
@@ -75,12 +81,22 @@ class StreamMark:
     complete: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Applying:
+    """A batch that is being applied, and the rest of it."""
+
+    seq: int
+    batch: EventBatch
+    rest: Iterator[None]
+
+
 @dataclass(slots=True)
 class _Stream:
     source: EventSource
     sequencer: Sequencer
     inbox: Inbox
     pending: Iterator[Action] = field(default_factory=lambda: iter(()))
+    applying: _Applying | None = None  # before anything pending
     connection: int = 0
     request: int = 0
     batches: int = 0
@@ -111,6 +127,7 @@ class EventStreams:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: Drain | None = None
         self._scheduled = False
+        self._turn = 0  # which stream comes first
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
@@ -174,7 +191,7 @@ class EventStreams:
         for action in (*stream.pending, *stream.sequencer.restarted()):
             if isinstance(action, Reset):
                 self._reset(stream, action)
-        stream.pending = iter(())
+        stream.pending, stream.applying = iter(()), None
         stream.connection += 1
         stream.request = 0
         self._drain.reconnect(target)
@@ -200,11 +217,14 @@ class EventStreams:
         return {target: _status(stream, now) for target, stream in self._streams.items()}
 
     def marks(self) -> dict[str, StreamMark]:
-        """Where each stream stands, for a snapshot taken at the same time as that of what the sink holds."""
+        """Where each stream stands, for a snapshot taken at the same time as that of what the sink holds.
+
+        Without those of which a batch is half applied: the next life could not go on from there.
+        """
         return {
             target: StreamMark(stream.sequencer.mark, stream.sequencer.complete)
             for target, stream in self._streams.items()
-            if stream.sequencer.mark is not None
+            if stream.sequencer.mark is not None and stream.applying is None
         }
 
     # ------------------------------------------------------------------ applying
@@ -222,16 +242,24 @@ class EventStreams:
         if self._drain is None:
             return
         until = time.perf_counter() + _STEP_S
-        busy = list(self._streams.values())
+        busy = deque(self._streams.values())
+        busy.rotate(-self._turn)
         while busy:
-            busy = [stream for stream in busy if self._step(stream)]
+            stream = busy.popleft()
+            if self._step(stream):
+                busy.append(stream)
             if busy and time.perf_counter() >= until:
+                # Whose turn it would be is the first next time: each may have enough to fill all the time.
+                self._turn = list(self._streams).index(busy[0].source.target)
                 self._scheduled = True
                 asyncio.get_running_loop().call_soon(self._apply)
                 return
 
     def _step(self, stream: _Stream) -> bool:
-        """One action of `stream`. False when nothing is left to do."""
+        """One action of `stream`, or a piece of one. False when nothing is left to do."""
+        if stream.applying is not None:
+            self._go_on(stream, stream.applying)
+            return True
         action = next(stream.pending, None)
         if action is None:
             message = stream.inbox.take()
@@ -295,16 +323,25 @@ class EventStreams:
         stream.unknown += batch.unknown
         if batch.broken:
             self._unreadable(stream, f"{batch.broken} events of batch {action.seq} cannot be read")
+        stream.applying = _Applying(action.seq, batch, self._sink.apply(target, batch))
+        self._go_on(stream, stream.applying)
+
+    def _go_on(self, stream: _Stream, applying: _Applying) -> None:
+        """Apply a piece of the batch."""
+        why = ""
         try:
-            self._sink.batch(target, batch)
+            if next(applying.rest, _END) is not _END:
+                return
         except BadBatch as error:
-            self._unreadable(stream, f"batch {action.seq} cannot be used: {error}")
-            return
+            why = f"batch {applying.seq} cannot be used: {error}"
         except Exception:
-            logger.exception("events of %s could not be applied", target)
-            self._unreadable(stream, f"batch {action.seq} could not be applied")
-            return
-        if any(isinstance(event, AllBlocksCleared) for event in batch.events) and not batch.broken:
+            logger.exception("events of %s could not be applied", stream.source.target)
+            why = f"batch {applying.seq} could not be applied"
+        stream.applying = None
+        batch = applying.batch
+        if why:
+            self._unreadable(stream, why)
+        elif any(isinstance(event, AllBlocksCleared) for event in batch.events) and not batch.broken:
             stream.sequencer.emptied()
 
     def _unreadable(self, stream: _Stream, why: str) -> None:

@@ -1,5 +1,7 @@
 """What a change in the fleet means for other rooms: event streams to follow, blocks to forget."""
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,10 +26,10 @@ class CountedKnowledge:
     knowledge: Knowledge
     metrics: Metrics
 
-    def batch(self, target: str, batch: EventBatch) -> None:
-        self.knowledge.batch(target, batch)
-        for event in batch.events:
-            self.metrics.kv_events(target, _KINDS[type(event)])
+    def apply(self, target: str, batch: EventBatch) -> Iterator[None]:
+        for kind, count in Counter(map(type, batch.events)).items():
+            self.metrics.kv_events(target, _KINDS[kind], count)
+        return self.knowledge.apply(target, batch)
 
     def reset(self, target: str, why: str) -> None:
         self.knowledge.reset(target, why)

@@ -1,7 +1,7 @@
 """A model that takes images: their hashes are in the chain, and no image is taken for another."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ class Announced:
         self.pooled: set[int] = set()
         self.changed = asyncio.Event()
 
-    def batch(self, target: str, batch: EventBatch) -> None:
+    def apply(self, target: str, batch: EventBatch) -> Iterator[None]:
         for event in batch.events:
             if isinstance(event, BlockStored) and event.pool:
                 self.pooled.update(event.keys)
@@ -103,6 +103,7 @@ class Announced:
                 for number, key in enumerate(event.keys):
                     self.tokens[key] = event.token_ids[number * BLOCK : (number + 1) * BLOCK]
         self.changed.set()
+        return iter(())
 
     def reset(self, target: str, why: str) -> None:
         self.tokens.clear()

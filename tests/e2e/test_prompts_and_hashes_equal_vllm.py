@@ -1,6 +1,7 @@
 """Token ids equal what real vLLM renders; block hashes equal those in its KV events and its pool keys."""
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any, cast
 
 import httpx
@@ -52,11 +53,12 @@ class Announced:
         self.pool: list[int] = []
         self.changed = asyncio.Event()
 
-    def batch(self, target: str, batch: EventBatch) -> None:
+    def apply(self, target: str, batch: EventBatch) -> Iterator[None]:
         for event in batch.events:
             if isinstance(event, BlockStored):
                 (self.pool if event.pool else self.gpu).extend(event.keys)
         self.changed.set()
+        return iter(())
 
     def reset(self, target: str, why: str) -> None:
         self.gpu.clear()

@@ -35,7 +35,7 @@ class Published:
     pooled: set[int] = field(default_factory=set)
     resets: list[str] = field(default_factory=list)
 
-    def batch(self, target: str, batch: EventBatch) -> None:
+    def apply(self, target: str, batch: EventBatch) -> Iterator[None]:
         assert (batch.unknown, batch.broken) == (0, 0)
         for event in batch.events:
             if isinstance(event, BlockStored) and event.pool:
@@ -44,6 +44,7 @@ class Published:
                 for number, key in enumerate(event.keys):
                     start = number * event.block_size
                     self.computed[key] = event.token_ids[start : start + event.block_size]
+        return iter(())
 
     def reset(self, target: str, why: str) -> None:
         self.resets.append(why)

@@ -256,3 +256,36 @@ def test_window_blocks_alone_are_capped_too() -> None:
         knowledge.batch("w", batch(stored(range(n * 1000 + 1, n * 1000 + 101), **window)))
         assert knowledge.memory <= 200_000
     assert knowledge.index.sizes()["w", "gpu"] > 500
+
+
+def test_a_batch_applied_in_pieces_comes_to_the_same_and_credits_nothing_false_meanwhile() -> None:
+    """The window group is named after a long full one: half of the batch must not look like a plain model."""
+    whole, pieces = Knowledge(), Knowledge()
+    keys = list(range(1, 20_001))
+    window = stored(keys[9_000:9_002], group=1, spec_kind="sliding_window", window=64)
+    batches = [
+        batch(stored(keys), window),
+        batch(stored(keys), stored(keys[:10_000]), BlockRemoved(keys, "gpu", 0)),
+        batch(BlockRemoved(keys, "gpu", 0)),
+    ]
+    credits_: list[list[int]] = []
+    for each in batches:
+        whole.batch("w", each)
+        credits_.append([pieces.match(keys).blocks.get("w", 0) for _ in pieces.apply("w", each)])
+    assert set(credits_[0]) == {0}
+    assert set(credits_[1]) == {9_002}
+    assert set(credits_[2]) == {9_002}
+    assert min(map(len, credits_)) > 70
+    assert pieces.index.sizes() == whole.index.sizes() == {("w", "gpu"): 10_002}
+    with pieces.probe("w", keys):
+        pieces.batch("w", batch(stored(keys)))
+    pieces.batch("w", batch(BlockRemoved(keys, "gpu", 0)))
+    assert pieces.index.sizes() == {("w", "gpu"): 2}, "a long report is no second copy"
+
+
+def test_pool_announcements_of_a_long_event_are_passed_on_in_pieces() -> None:
+    heard: list[list[int]] = []
+    knowledge = Knowledge(lambda _target, keys, _group: heard.append([*keys]))
+    knowledge.batch("w", batch(stored(range(10_000), tier="cpu", pool=True)))
+    assert max(map(len, heard)) < 1000
+    assert [key for keys in heard for key in keys] == list(range(10_000))

@@ -33,9 +33,12 @@ class Watched:
     knowledge: Knowledge = field(default_factory=Knowledge)
     log: list[tuple[str, Any]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    pause: Callable[[], None] = lambda: None
 
-    def batch(self, target: str, batch: EventBatch) -> None:
-        self.knowledge.batch(target, batch)
+    def apply(self, target: str, batch: EventBatch) -> Iterator[None]:
+        for _ in self.knowledge.apply(target, batch):
+            self.pause()
+            yield
         self.log.append(("batch", batch.ts))
         self.changed.set()
 
@@ -467,7 +470,61 @@ async def test_b010_a_gap_for_good_leaves_doubt_that_a_restart_ends(rig: Rig) ->
     new.publish(stored([1]))
     await rig.until(lambda: rig.sink.match(1, 2) == 1)
     assert rig.sink.doubted(1, 2, 3) == 0
-    assert rig.status.state == "exact"
+    await rig.until(lambda: rig.status.state == "exact")
+
+
+async def test_a_huge_batch_is_applied_over_many_steps_and_never_half_in_a_snapshot(rig: Rig) -> None:
+    """One event of 200,000 blocks, the second half of which is removed again in the same batch."""
+    keys = list(range(1, 200_001))
+    steps, paused_in, credits_, marks = 0, set[int](), list[int](), list[Any]()
+
+    def count() -> None:
+        nonlocal steps
+        steps += 1
+        loop.call_soon(count)
+
+    def pause() -> None:
+        if steps not in paused_in:
+            paused_in.add(steps)
+            credits_.append(rig.sink.match(*keys))
+            marks.append(rig.streams.marks())
+
+    loop = asyncio.get_running_loop()
+    publisher = rig.publisher()
+    rig.follow()
+    await rig.following()
+    publisher.publish(stored([300_000]))
+    await rig.until(lambda: rig.status.last_seq == 0)
+    assert set(rig.streams.marks()) == {"w"}
+    rig.sink.pause = pause
+    count()
+    publisher.publish(stored(keys), removed(keys[100_000:]))
+    publisher.publish(stored([0]))
+    await rig.until(lambda: rig.status.last_seq == 2)
+    assert len(paused_in) > 10
+    assert not any(marks), "the next life would take half a batch for all of it"
+    most = credits_.index(max(credits_))
+    assert credits_ == [*sorted(credits_[:most]), *sorted(credits_[most:], reverse=True)]
+    assert rig.sink.match(*keys) == 100_000
+    assert rig.sink.match(0) == 1
+    assert (rig.status.state, rig.streams.marks()["w"].mark.seq) == ("exact", 2)
+
+
+async def test_b009_a_restart_amid_a_batch_forgets_the_rest_of_it(rig: Rig) -> None:
+    def restart() -> None:
+        rig.sink.pause = lambda: None
+        asyncio.get_running_loop().call_soon(rig.streams.restarted, "w")
+
+    publisher = rig.publisher()
+    rig.follow()
+    await rig.following()
+    rig.sink.pause = restart
+    publisher.publish(stored(list(range(1, 100_001))))
+    await rig.until(lambda: bool(rig.sink.resets))
+    rig.kill(publisher)
+    rig.publisher(start=1000.0).publish(stored([200_000]))
+    await rig.until(lambda: rig.sink.match(200_000) == 1)
+    assert rig.sink.knowledge.index.sizes() == {("w", "gpu"): 1}
 
 
 async def test_closing_leaves_no_thread(rig: Rig) -> None:
