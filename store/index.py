@@ -22,7 +22,8 @@ from store.slots import Slots
 _BLOCK_BYTES: Final = 48 + 8
 _RUN_BYTES: Final = 700
 _COPY_BYTES: Final = 130
-# Runs given up for one event: 15 us each, and an event brings half a run on average.
+# Runs given up at most for an event of no more blocks: 15 us each. Another may give up as many runs as it
+# has blocks: a run may be as short as one.
 _GIVEN_UP_AT_ONCE: Final = 128
 # KV groups of one target, those of its tiers counted apart. The models that vLLM serves have a handful, and
 # every question looks at all of them.
@@ -145,8 +146,7 @@ class BlockIndex:
             for key in keys:
                 holder.loose[key] = max(1, holder.loose.get(key, 0) + (not report))
             holder.blocks = len(holder.loose)
-        if self._max_bytes is not None:
-            self._keep_to(self._max_bytes - self._beside())
+        self._keep_to_cap(len(keys))
 
     def _store(self, holder: _Holder, keys: Sequence[int], parent: int | None, report: bool) -> None:
         if self._slot.disjoint(keys):
@@ -166,15 +166,15 @@ class BlockIndex:
         self._about_to_change_copies(holder)
         if holder.need is None:
             self._remove(holder, keys)
-            keys = ()
-        for key in keys:
-            if holder.loose.get(key, 0) > 1:
-                holder.loose[key] -= 1
-            else:
-                holder.loose.pop(key, None)
-        if holder.need is not None:
+        else:
+            for key in keys:
+                if holder.loose.get(key, 0) > 1:
+                    holder.loose[key] -= 1
+                else:
+                    holder.loose.pop(key, None)
             holder.blocks = len(holder.loose)
         self._shrink()
+        self._keep_to_cap(len(keys))  # a run full of holes becomes many
 
     def refuted(self, target: str, keys: Sequence[int], *, renewed: bool) -> None:
         """The target was found to hold none of `keys`, whatever it announced, in any group's GPU cache.
@@ -541,13 +541,15 @@ class BlockIndex:
                 parent.children += 1
             run.parent = parent
 
-    def _keep_to(self, limit: int) -> None:
+    def _keep_to_cap(self, changed: int) -> None:
         """Give up the least recently used leaves, then blocks that lie in no run, until the rest fits.
 
-        What a doubling dict brings down at once takes several events.
+        changed: blocks that the event was about. What a doubling dict brings down may take several events.
         """
-        for _ in range(_GIVEN_UP_AT_ONCE):
-            if self.memory() <= limit:
+        if self._max_bytes is None:
+            return
+        for _ in range(max(_GIVEN_UP_AT_ONCE, changed)):
+            if self.memory() + self._beside() <= self._max_bytes:
                 return
             if len(self._recent) > 1:
                 self._give_up_oldest()

@@ -289,3 +289,34 @@ def test_pool_announcements_of_a_long_event_are_passed_on_in_pieces() -> None:
     knowledge.batch("w", batch(stored(range(10_000), tier="cpu", pool=True)))
     assert max(map(len, heard)) < 1000
     assert [key for keys in heard for key in keys] == list(range(10_000))
+
+
+def test_the_memory_cap_holds_after_one_huge_event_and_after_one_that_cuts_runs_up() -> None:
+    limit = 20_000_000
+    for long in range(2):  # with the event applied in pieces, and at once
+        knowledge, draws = Knowledge(max_bytes=limit), Random(5)
+        for _ in range(200):
+            knowledge.batch("w", batch(stored([draws.getrandbits(64) for _ in range(1000)])))
+        keys = [draws.getrandbits(64) for _ in range(200_000)]
+        if long:
+            knowledge.index.stored("w", keys, None)
+        else:
+            knowledge.batch("w", batch(stored(keys)))
+        assert knowledge.memory <= limit
+        assert knowledge.match(keys).blocks["w"] > 20_000
+    held = keys[: knowledge.match(keys).blocks["w"]]
+    knowledge.batch("w", batch(BlockRemoved([key for n, key in enumerate(held) if n % 3], "gpu", 0)))
+    assert knowledge.memory <= limit
+
+
+def test_a_run_that_removals_leave_full_of_holes_does_not_break_the_cap() -> None:
+    """Each of the blocks that are left gets a run of its own."""
+    knowledge = Knowledge(max_bytes=5_000_000)
+    keys = list(range(1, 40_001))
+    knowledge.batch("w", batch(stored(keys)))
+    before = knowledge.memory
+    assert before > 2_500_000
+    for start in range(0, len(keys), 1000):
+        gone = [key for key in keys[start : start + 1000] if key % 8 < 5]
+        knowledge.batch("w", batch(BlockRemoved(gone, "gpu", 0)))
+        assert knowledge.memory <= 5_000_000
