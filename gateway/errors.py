@@ -26,7 +26,7 @@ Workers' own errors are no business of this file: they pass unchanged.
 import logging
 import math
 import traceback
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,6 +39,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 logger = logging.getLogger(__name__)
 
 Shape = Literal["openai", "anthropic"]
+# Of the models that an answer names; a fleet with adapters may have thousands.
+_MODELS_NAMED = 5
 _FAULT = "the gateway failed; its log says more"
 
 
@@ -100,6 +102,18 @@ class NotFound(ApiError):
 
 class ModelNotFound(ApiError):
     """No worker serves that model."""
+
+    @classmethod
+    def among(cls, model: str, known: Iterable[str]) -> "ModelNotFound":
+        """The answer to a turn for `model`; it names a few of those that there are."""
+        names = sorted(known)
+        listed = ", ".join(repr(name[:200]) for name in names[:_MODELS_NAMED])
+        listed += f" and {len(names) - _MODELS_NAMED} more" if len(names) > _MODELS_NAMED else ""
+        there = f"there is {listed}" if len(names) == 1 else f"there are {listed}"
+        there = f"{there}; " if names else ""
+        return cls(
+            f"the model {model[:200]!r} does not exist; {there}GET /v1/models lists all", param="model"
+        )
 
 
 class WorkerNotFound(ApiError):

@@ -40,10 +40,10 @@ def build_public(
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
-        entry = model_entries(fleet, aliases).get(model)
-        if entry is None:
-            raise errors.ModelNotFound(f"the model {model[:200]!r} does not exist", param="model")
-        return entry
+        entries = model_entries(fleet, aliases)
+        if model not in entries:
+            raise errors.ModelNotFound.among(model, entries)
+        return entries[model]
 
     _ = health, ready, page, models, model
     return app

@@ -241,6 +241,10 @@ class Fleet:
         """Whether any worker has said yet what it serves."""
         return bool(self._models)
 
+    def served(self) -> Collection[str]:
+        """All models that registered workers, up or not, are known to serve."""
+        return self._models
+
     def first_models(self) -> set[str]:
         """What workers answer with where no model is named: the first that each serves."""
         return {worker.models[0].id for worker in self._workers.values() if worker.models}

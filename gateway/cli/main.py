@@ -89,21 +89,26 @@ def serve(
         "auth.api_keys_file": api_keys,
     }
     settings = _settings(config, flags)
-    if print_config:
-        print(render(settings), end="")
-        return
     from gateway.app import build
-    from gateway.auth import BadKeysFile
+    from gateway.auth import BadKeysFile, ClientKeys
     from gateway.own_url import leads_here
     from gateway.serve import CannotListen, CannotStart, configure_logging, listening, run
+    from policies.document import Document
+    from policies.plan import Plan
     from policies.registry import BadPolicyOptions, BrokenPolicy, UnknownPolicy
     from workers.fleet import BadWorker, DuplicateWorker, Fleet
 
-    configure_logging(settings.server.log_level)
+    if not print_config:
+        configure_logging(settings.server.log_level)
     try:
         rehearsal = Fleet(settings.workers.segments)
         for url in settings.workers.urls:
             rehearsal.add(url)
+        Plan(Document(policy=settings.routing.policy, options=settings.routing.options))
+        if print_config:
+            ClientKeys.load(settings.auth.api_keys_file)
+            print(render(settings), end="")
+            return
         with listening(settings) as sockets:
             ours = {sock.getsockname()[1] for sock in sockets}
             if own := [url for url in settings.workers.urls if leads_here(url, settings.server.host, ours)]:

@@ -9,6 +9,11 @@ from store.pool import PoolView
 from workers.fleet import FleetEvent
 from workers.worker import Worker
 
+_INSTEAD = (
+    "the master stops none while blocks are on their way: try again when it has ended, or send "
+    '{"cordoned": false} to put the worker back into service meanwhile'
+)
+
 
 class Drains:
     """The master's drain jobs of registered workers, at most one each, as last heard of."""
@@ -48,7 +53,9 @@ class Drains:
             if not _ended(running):
                 try:
                     await self._pool.stop_draining(running.job)
-                except (MasterAway, MasterRefused) as error:
+                except MasterRefused as error:
+                    raise errors.Conflict(f"the drain can't be stopped now: {error}; {_INSTEAD}") from None
+                except MasterAway as error:
                     raise errors.Conflict(f"the drain can't be stopped: {error}") from None
             self._jobs.pop(worker.name, None)
 

@@ -183,7 +183,7 @@ class TurnApp:
     async def _serve(self, turn: TurnState, parsed: ParsedTurn, body: bytes) -> None:
         """Place the turn and pass the answer back; other workers are tried until the first byte went out."""
         if parsed.model and self._fleet.knows_models() and not self._fleet.serves(parsed.model):
-            raise errors.ModelNotFound(f"the model {parsed.model[:200]!r} does not exist", param="model")
+            raise errors.ModelNotFound.among(parsed.model, self._fleet.served())
         only = await self._stored.find(parsed.response_id) if parsed.response_id else ""
         earlier = self._stored.session(parsed.response_id) if turn.exchange.path == stored.PATH else ""
         client = Client(turn.exchange.headers, turn.alias, turn.key.name, turn.key.tenant, earlier)

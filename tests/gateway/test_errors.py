@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from gateway import errors
-from gateway.errors import TABLE, ApiError, ErrorBoundary, install, send_error
+from gateway.errors import TABLE, ApiError, ErrorBoundary, ModelNotFound, install, send_error
 
 
 def client(app: Callable[..., object]) -> httpx.AsyncClient:
@@ -200,3 +200,21 @@ async def test_an_api_error_that_reaches_the_boundary_keeps_its_status() -> None
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["type"] == "overloaded_error"
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        ([], "the model 'x' does not exist; GET /v1/models lists all"),
+        (["a"], "the model 'x' does not exist; there is 'a'; GET /v1/models lists all"),
+        (["b", "a"], "the model 'x' does not exist; there are 'a', 'b'; GET /v1/models lists all"),
+    ],
+)
+def test_an_unknown_model_is_answered_with_those_there_are(known: list[str], said: str) -> None:
+    assert ModelNotFound.among("x", known).message == said
+
+
+def test_the_models_named_are_bounded() -> None:
+    message = ModelNotFound.among("y" * 9000, ["z" * 9000 + str(n) for n in range(2000)]).message
+    assert "and 1995 more" in message
+    assert len(message) < 2000

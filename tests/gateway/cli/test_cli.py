@@ -247,12 +247,16 @@ def test_a_gateway_is_not_started_as_a_worker_of_its_own(tmp_path: Path) -> None
         (["--policy", "nearest"], "no policy is called 'nearest'"),
         (["--worker", "ftp://x"], "workers.urls"),
         (["--api-keys", "gone"], "auth.api_keys_file: gone"),
+        (["--config", "m.toml"], "margin_tokens"),
     ],
 )
+@pytest.mark.parametrize("more", [[], ["--print-config"]])
 def test_settings_that_do_not_fit_end_serve_with_one_line(
-    words: list[str], said: str, tmp_path: Path
+    words: list[str], said: str, more: list[str], tmp_path: Path
 ) -> None:
-    done = moongate("serve", "--port", "0", "--admin-token", "t", *words, cwd=tmp_path)
+    tmp_path.joinpath("m.toml").write_text("[routing]\noptions = {margin_tokens = 4096}\n", "utf-8")
+    done = moongate("serve", "--port", "0", "--admin-token", "t", *words, *more, cwd=tmp_path)
+    assert done.stdout == ""
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
