@@ -6,6 +6,7 @@ defaults are left out. Both forms are read, shorter and longer than known; event
 are counted, never fatal.
 """
 
+from collections.abc import Generator
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -150,6 +151,9 @@ class _Tagged(msgspec.Struct, gc=False):
     type: str = ""
 
 
+_UNREADABLE: Final = (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+# Decoded in one go: 1 to 2 ms.
+_AT_ONCE_BYTES: Final = 100_000
 _KNOWN: Final = frozenset(("BlockStored", "BlockRemoved", "AllBlocksCleared"))
 _batch: Final = msgspec.msgpack.Decoder(_Batch)
 _loose_batch: Final = msgspec.msgpack.Decoder(_LooseBatch)
@@ -161,50 +165,67 @@ _any: Final = msgspec.msgpack.Decoder()
 
 def decode(payload: bytes) -> EventBatch:
     """Read one batch. Raises BadBatch if it is none; single events that cannot be read are counted."""
-    try:
-        batch = _batch.decode(payload)
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _decode_loosely(payload)
-    return _collect(batch.ts, batch.rank, list(batch.events), 0, 0)
+    reading = decoding(payload)
+    while True:
+        try:
+            next(reading)
+        except StopIteration as end:
+            return end.value
 
 
-def _decode_loosely(payload: bytes) -> EventBatch:
-    """Event by event: positional events, unknown types, batches with a broken event among good ones."""
+def decoding(payload: bytes) -> Generator[None, None, EventBatch]:
+    """As `decode`, so many bytes of events until each pause: a batch of 10 MB takes 100 ms."""
+    if len(payload) <= _AT_ONCE_BYTES:
+        try:
+            batch = _batch.decode(payload)
+        except _UNREADABLE:
+            pass
+        else:
+            events = [event for each in batch.events if (event := _event(each)) is not None]
+            return EventBatch(batch.ts, events, batch.rank, len(batch.events) - len(events))
+    return (yield from _decoding_loosely(payload))
+
+
+def _decoding_loosely(payload: bytes) -> Generator[None, None, EventBatch]:
+    """Event by event: long batches, positional events, unknown types, a broken event among good ones."""
     try:
         batch = _loose_batch.decode(payload)
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise BadBatch(str(error)) from error
-    wire: list[_Stored | _Removed | _Cleared] = []
-    unknown = broken = 0
+    events: list[Event] = []
+    unknown = broken = size = 0
     for raw in batch.events:
         decoder = _as_array if _is_array(raw) else _as_map
         try:
-            wire.append(decoder.decode(raw))
-        except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            event = _event(decoder.decode(raw))
+        except _UNREADABLE:
             if _type_of(raw) in _KNOWN:
                 broken += 1
             else:
                 unknown += 1
-    return _collect(batch.ts, batch.rank, wire, unknown, broken)
-
-
-def _collect(
-    ts: float, rank: int | None, wire: list[_Stored | _Removed | _Cleared], unknown: int, broken: int
-) -> EventBatch:
-    events: list[Event] = []
-    for event in wire:
-        if isinstance(event, _Cleared):
-            events.append(AllBlocksCleared())
-            continue
-        medium = event.medium if event.medium is not None else "gpu"
-        tier = _TIERS.get(medium.lower())
-        if tier is None:
-            unknown += 1
-        elif isinstance(event, _Removed):
-            events.append(BlockRemoved(_keys(event.block_hashes), tier, event.group_idx or 0))
         else:
-            events.append(_stored(event, tier, medium == _POOL_MEDIUM))
-    return EventBatch(ts, events, rank, unknown, broken)
+            if event is None:
+                unknown += 1
+            else:
+                events.append(event)
+        size += memoryview(raw).nbytes
+        if size >= _AT_ONCE_BYTES:
+            size = 0
+            yield
+    return EventBatch(batch.ts, events, batch.rank, unknown, broken)
+
+
+def _event(event: _Stored | _Removed | _Cleared) -> Event | None:
+    """None: of a medium that is not known here."""
+    if isinstance(event, _Cleared):
+        return AllBlocksCleared()
+    medium = event.medium if event.medium is not None else "gpu"
+    tier = _TIERS.get(medium.lower())
+    if tier is None:
+        return None
+    if isinstance(event, _Removed):
+        return BlockRemoved(_keys(event.block_hashes), tier, event.group_idx or 0)
+    return _stored(event, tier, medium == _POOL_MEDIUM)
 
 
 def _stored(event: _Stored, tier: Tier, pool: bool) -> BlockStored:
@@ -248,5 +269,5 @@ def _type_of(raw: msgspec.Raw) -> str:
             return _map_tag.decode(raw).type
         fields = _any.decode(raw)
         return fields[0] if fields and isinstance(fields[0], str) else ""
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except _UNREADABLE:
         return ""

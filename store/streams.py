@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from store.drain import REPLAY_SILENCE_S, Drain, EventSource, Inbox, Kind, Message
-from store.events import AllBlocksCleared, BadBatch, EventBatch, decode
+from store.events import AllBlocksCleared, BadBatch, EventBatch, decoding
 from store.sequence import Action, Ask, Deliver, Mark, Reset, Sequencer, StreamState
 
 __all__ = ["EventSink", "EventSource", "EventStreams", "StreamMark", "StreamStatus"]
@@ -83,10 +83,9 @@ class StreamMark:
 
 @dataclass(frozen=True, slots=True)
 class _Applying:
-    """A batch that is being applied, and the rest of it."""
+    """A batch that is being applied, and the rest of the work."""
 
     seq: int
-    batch: EventBatch
     rest: Iterator[None]
 
 
@@ -312,37 +311,35 @@ class EventStreams:
             on_same()
 
     def _deliver(self, stream: _Stream, action: Deliver) -> None:
-        target = stream.source.target
         stream.batches += 1
         stream.last_event = time.monotonic()
-        try:
-            batch = decode(action.payload)
-        except BadBatch as error:
-            self._unreadable(stream, f"batch {action.seq} cannot be read: {error}")
-            return
+        stream.applying = _Applying(action.seq, self._applied(stream, action))
+        self._go_on(stream, stream.applying)
+
+    def _applied(self, stream: _Stream, action: Deliver) -> Iterator[None]:
+        """Read and apply the batch, a piece until each pause. Raises BadBatch."""
+        batch = yield from decoding(action.payload)
         stream.unknown += batch.unknown
         if batch.broken:
             self._unreadable(stream, f"{batch.broken} events of batch {action.seq} cannot be read")
-        stream.applying = _Applying(action.seq, batch, self._sink.apply(target, batch))
-        self._go_on(stream, stream.applying)
+        yield from self._sink.apply(stream.source.target, batch)
+        if any(isinstance(event, AllBlocksCleared) for event in batch.events) and not batch.broken:
+            stream.sequencer.emptied()
 
     def _go_on(self, stream: _Stream, applying: _Applying) -> None:
-        """Apply a piece of the batch."""
-        why = ""
+        """Do a piece of the batch."""
         try:
             if next(applying.rest, _END) is not _END:
                 return
+            why = ""
         except BadBatch as error:
             why = f"batch {applying.seq} cannot be used: {error}"
         except Exception:
             logger.exception("events of %s could not be applied", stream.source.target)
             why = f"batch {applying.seq} could not be applied"
         stream.applying = None
-        batch = applying.batch
         if why:
             self._unreadable(stream, why)
-        elif any(isinstance(event, AllBlocksCleared) for event in batch.events) and not batch.broken:
-            stream.sequencer.emptied()
 
     def _unreadable(self, stream: _Stream, why: str) -> None:
         stream.garbage += 1

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from store.events import AllBlocksCleared, BadBatch, BlockRemoved, BlockStored, decode
+from store.events import AllBlocksCleared, BadBatch, BlockRemoved, BlockStored, decode, decoding
 
 STORED: dict[str, Any] = {
     "type": "BlockStored",
@@ -191,3 +191,24 @@ def test_b052_a_sliding_window_event_that_lists_some_blocks_of_its_run_is_no_cha
     assert isinstance(sparse, BlockStored)
     assert not dense.sparse
     assert sparse.sparse
+
+
+def test_a_long_batch_is_read_in_pieces_and_as_a_short_one_is() -> None:
+    events: list[Any] = [
+        {"type": "BlockStored", "block_hashes": list(range(n, n + 50)), "medium": "GPU"} for n in range(1000)
+    ]
+    strange = [{"type": "BlockStored", "block_hashes": 1}, {"type": "New"}, {"type": "AllBlocksCleared"}]
+    removed = {"type": "BlockRemoved", "block_hashes": [1], "medium": "elsewhere"}
+    payload = msgspec.msgpack.encode([1.5, [*events, *strange, removed], 3])
+    reading, pauses = decoding(payload), 0
+    try:
+        while True:
+            next(reading)
+            pauses += 1
+    except StopIteration as end:
+        batch = end.value
+    singles = [decode(msgspec.msgpack.encode([1.5, [event], 3])) for event in [*events, *strange, removed]]
+    assert pauses == len(payload) // 100_000
+    assert batch == decode(payload)
+    assert batch.events == [event for single in singles for event in single.events]
+    assert (len(batch.events), batch.ts, batch.rank, batch.broken, batch.unknown) == (1001, 1.5, 3, 1, 2)
