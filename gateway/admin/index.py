@@ -17,13 +17,14 @@ class IndexEntry(Answer):
         description="By KV group with a sliding window: the blocks it must hold before the end of a prefix."
     )
     unproven_groups: list[int] = Field(
-        description="KV groups of a kind whose hits are not established: with one, nothing is credited."
+        description="KV groups of a kind whose hits are not established: with one, nothing is credited. "
+        "-1 stands for groups beyond the 64 of a target that are followed."
     )
     stream: str = Field(description="exact, catching-up, degraded, or none: no KV events from there.")
     last_seq: int | None = Field(description="Sequence number of the last batch of events applied.")
     batches: int
     gaps: int
-    garbage: int = Field(description="Messages that could not be decoded.")
+    garbage: int = Field(description="Messages that could not be decoded or used.")
     last_event_age_s: float | None = Field(description="Seconds since the last batch.")
     last_proof_age_s: float | None = Field(
         description="Seconds since it was certain that no event was missing: a replay, or an answer that "

@@ -510,6 +510,20 @@ async def test_a_huge_batch_is_applied_over_many_steps_and_never_half_in_a_snaps
     assert (rig.status.state, rig.streams.marks()["w"].mark.seq) == ("exact", 2)
 
 
+async def test_events_of_countless_kv_groups_count_as_garbage_and_end_the_credit_of_their_target(
+    rig: Rig,
+) -> None:
+    publisher = rig.publisher()
+    rig.follow()
+    await rig.following()
+    publisher.publish(*(stored([key], group_idx=key) for key in range(1, 20_001)), stored([1]))
+    await rig.until(lambda: rig.status.garbage == 1)
+    assert rig.status.state == "degraded"
+    publisher.publish(stored([1]))
+    await rig.until(lambda: rig.status.last_seq == 1)
+    assert rig.sink.knowledge.match([1]).blocks.get("w", 0) == 0
+
+
 async def test_b009_a_restart_amid_a_batch_forgets_the_rest_of_it(rig: Rig) -> None:
     def restart() -> None:
         rig.sink.pause = lambda: None
