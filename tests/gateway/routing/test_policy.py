@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import os
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -302,6 +303,12 @@ async def test_rules_go_by_tenant_and_key_as_authenticated_and_never_show_the_ke
     assert [f["key"] for f in facts] == ["ci-1", f"sha256:{digest}"]
 
 
+def named_pipe(path: Path) -> None:
+    """Who writes to it waits until somebody reads."""
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+
+
 class TestCommand:
     @pytest.fixture
     def run(self, policy: Policy) -> Any:
@@ -372,22 +379,35 @@ class TestShadow:
         assert (await policy.turn())[1] == "round_robin"
         assert (await self.ask(policy, "GET"))[0] == 404
 
-    async def test_it_is_promoted_once(self, policy: Policy) -> None:
+    async def during_a_write(self, policy: Policy, path: str, *asked: tuple[str, str, Any]) -> list[int]:
+        """What is asked for while the first of it can't be written to disk yet; the statuses."""
+        beside = path + ".new"
+        await asyncio.to_thread(named_pipe, Path(beside))
+        tasks: list[asyncio.Task[tuple[int, Any]]] = []
+        for each in asked:
+            tasks.append(asyncio.create_task(self.ask(policy, *each)))
+            for _ in range(3):
+                await policy.ask("GET")
+        await asyncio.to_thread(Path(beside).read_bytes)
+        return [status for status, _ in await asyncio.gather(*tasks)]
+
+    async def test_it_is_promoted_once(self, policy: Policy, env: dict[str, str]) -> None:
         await self.ask(policy, "PUT", body={"policy": "round_robin"})
-        answers = await asyncio.gather(*(self.ask(policy, "POST", "/promote") for _ in range(5)))
-        assert sorted(status for status, _ in answers) == [200, 404, 404, 404, 404]
+        path = env["MOONGATE_ROUTING__POLICY_PATH"]
+        found = await self.during_a_write(policy, path, *[("POST", "/promote", None)] * 5)
+        assert sorted(found) == [200, 404, 404, 404, 404]
         assert (await policy.ask("GET"))[1]["version"] == 2
 
-    async def test_one_that_is_set_during_a_promotion_stays(self, policy: Policy) -> None:
+    async def test_one_that_is_set_during_a_promotion_stays(
+        self, policy: Policy, env: dict[str, str]
+    ) -> None:
         await self.ask(policy, "PUT", body={"policy": "round_robin"})
-        promoted, put = await asyncio.gather(
-            self.ask(policy, "POST", "/promote"), self.ask(policy, "PUT", body={"policy": "random"})
-        )
-        # Whichever came first: what was put is in force or in the shadow, not gone.
-        in_force = (await policy.ask("GET"))[1]["document"]["policy"]
-        status, _ = await self.ask(policy, "GET")
-        assert (promoted[0], put[0]) == (200, 200)
-        assert (in_force, status) in (("round_robin", 200), ("random", 404))
+        path = env["MOONGATE_ROUTING__POLICY_PATH"]
+        asked = ("POST", "/promote", None), ("PUT", "", {"policy": "random"})
+        assert await self.during_a_write(policy, path, *asked) == [200, 200]
+        assert (await policy.ask("GET"))[1]["document"] == {"policy": "round_robin"}
+        status, shown = await self.ask(policy, "GET")
+        assert (status, shown["document"]) == (200, {"policy": "random"})
 
     async def test_it_can_be_ended(self, policy: Policy) -> None:
         await self.ask(policy, "PUT", body={})
