@@ -171,7 +171,9 @@ class Metrics:
     @_harmless
     def decision(self, policy: str, action: str, reason: str, seconds: float) -> None:
         word = self._word
-        self._decisions.add(word("policy", policy), word("action", action), word("reason", reason))
+        named = word("policy", policy)
+        # To each policy its own: one whose reasons vary must not use up the others'.
+        self._decisions.add(named, word("action", action), word("reason " + named, reason))
         self._decision_seconds.observe(seconds)
 
     @_harmless

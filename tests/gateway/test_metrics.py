@@ -118,6 +118,19 @@ def test_labels_never_come_from_clients(metrics: Metrics) -> None:
     assert len([key for key in got if key[0] == "moongate_decisions_total"]) == 65
 
 
+def test_words_of_an_installed_policy_cost_others_none_of_theirs_and_break_no_scrape(
+    metrics: Metrics,
+) -> None:
+    for i in range(1000):
+        metrics.decision("installed", "local", f"reason {i}", 0.0)
+    for odd in (12345, None, "two\r\nlines", "\ud800"):
+        metrics.decision("odd", "local", odd, 0.0)  # type: ignore[arg-type]
+    metrics.decision("least_loaded", "local", "least loaded", 0.0)
+    got = samples(metrics)
+    assert got["moongate_decisions_total", ("local", "least_loaded", "least loaded")] == 1
+    assert got["moongate_decisions_total", ("local", "odd", "other")] == 4
+
+
 @pytest.mark.parametrize(
     "call",
     [
