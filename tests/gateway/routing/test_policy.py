@@ -339,6 +339,18 @@ class TestCommand:
         code, out, _ = await run("rollback", "1")
         assert (code, out) == (0, "version 3 is in force: rollback to version 1\n")
 
+    async def test_turns_that_would_be_turned_away_are_said(
+        self, policy: Policy, run: Any, tmp_path: Path
+    ) -> None:
+        await policy.turn()
+        file = tmp_path / "policy.json"
+        file.write_text('{"rules": [{"workers": ["nobody"], "spill": false}]}')
+        code, out, _ = await run("validate", str(file))
+        assert (code, out.splitlines()[-1]) == (
+            0,
+            "warning: 1 of the last turns would have been turned away: nobody may",
+        )
+
     async def test_a_conflict_and_a_bad_document_end_with_1(self, run: Any, tmp_path: Path) -> None:
         file = tmp_path / "policy.json"
         file.write_text('{"policy": "random"}')
