@@ -46,8 +46,12 @@ async def viewing(
         await view.close()
 
 
-async def blocks(view: PoolView, chain: Chain, layout: KeyLayout = LAYOUT) -> int:
-    found = await view.prefix(chain, layout)
+async def blocks(view: PoolView, chain: Chain, layout: KeyLayout = LAYOUT, limit: int | None = None) -> int:
+    """What a look finds; a master that did not answer one of the view's polls in time is waited for."""
+    found = await view.prefix(chain, layout, limit=limit)
+    if not found.known:
+        await recovered(view)
+        found = await view.prefix(chain, layout, limit=limit)
     assert found.known
     assert found.exact
     return found.blocks

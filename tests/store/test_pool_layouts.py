@@ -12,7 +12,7 @@ from store.hashing import Chain, Digests
 from store.keys import KeyLayout
 from store.pool import PoolView
 from store.ranks import Ranks
-from tests.store.pools import PORTS, chain_of, counting, recovered, viewing
+from tests.store.pools import PORTS, blocks, chain_of, counting, recovered, viewing
 from workers.launch.mooncake import MooncakeMaster
 from workers.sim.pool import SimPool
 
@@ -48,13 +48,6 @@ def put(client: Any, prefixes: Iterable[str], chain: Chain, numbers: Iterable[in
     keys = [prefix + chain.digests[number].hex() for prefix, number in product(prefixes, numbers)]
     if keys:
         assert client.put_batch(keys, [b"x"] * len(keys)) == 0
-
-
-async def blocks(view: PoolView, chain: Chain, layout: KeyLayout, **more: Any) -> int:
-    found = await view.prefix(chain, layout, **more)
-    assert found.known
-    assert found.exact
-    return found.blocks
 
 
 @pytest.mark.parametrize(

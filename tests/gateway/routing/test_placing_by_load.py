@@ -46,15 +46,18 @@ def chat(text: str, **more: Any) -> dict[str, Any]:
 
 
 async def burst(front: Any, handlers: list[Peer], path: str, bodies: list[dict[str, Any]]) -> list[int]:
-    """Send all at once; how many each worker holds when all have arrived."""
+    """Send all at once; how many each worker holds when all have arrived. Prompts to render are no turns."""
+
+    def held() -> list[int]:
+        return [sum(r.target == path for r in p.received) for p in handlers]
 
     async def one(body: dict[str, Any]) -> None:
         async with front.client.post(front.url + path, json=body) as answer:
             await answer.read()
 
     running = [asyncio.create_task(one(body)) for body in bodies]
-    await front.until(lambda: sum(len(p.received) for p in handlers) == len(bodies))
-    counts = [len(p.received) for p in handlers]
+    await front.until(lambda: sum(held()) == len(bodies))
+    counts = held()
     for peer in handlers:
         peer.handler.open.set()
     await asyncio.gather(*running)
