@@ -34,7 +34,10 @@ async def test_a_killed_holder_costs_no_turn_and_its_restart_is_not_believed(fle
     # Those that were running there had not been answered yet: they are answered elsewhere.
     assert {turn.worker for turn in await asyncio.gather(*asking)} == {fleet.other(holder).name}
     assert {turn.worker for turn in turns} == {fleet.other(holder).name}
-    assert max(turn.seconds for turn in turns) < 3.0
+    # A master lets a dead client go after 10 s, and this one after 2 s: one turn may wait for that.
+    *most, longest = sorted(turn.seconds for turn in turns)
+    assert most[-1] < 3.0
+    assert longest < 5.0
     assert [turn.cached for turn in turns[2:]] == [turn.predicted for turn in turns[2:]]
     assert await fleet.blocks(holder) == 0
     assert await fleet.metric("moongate_worker_up", worker=holder) == 0
