@@ -5,13 +5,9 @@ from typing import Any
 import msgspec
 
 from gateway import errors
+from gateway.api.parse import API_OF
 
-_PATHS = {
-    "chat": "/v1/chat/completions",
-    "completions": "/v1/completions",
-    "messages": "/v1/messages",
-    "responses": "/v1/responses",
-}
+_PATHS = {api: path for path, api in API_OF.items()}
 _HOW = f"say which API it is for (--api, ?api=): {', '.join(_PATHS)} or a path such as /v1/embeddings"
 # Fields that only the Messages API has, and kinds of content that no other API takes.
 _MESSAGES_FIELDS = frozenset(("system", "anthropic_version", "anthropic_beta", "stop_sequences", "thinking"))
@@ -22,13 +18,6 @@ _MESSAGES_CONTENT = frozenset(
 
 class _Message(msgspec.Struct):
     content: Any = None
-
-
-class _Fields(msgspec.Struct):
-    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
 def api_path(given: str, body: bytes) -> str:
@@ -43,28 +32,29 @@ def api_path(given: str, body: bytes) -> str:
             raise errors.InvalidRequest(f"no API is called {given[:100]!r}: {_HOW}", param="api")
         return path
     try:
-        names = frozenset(msgspec.json.decode(body, type=dict[str, msgspec.Raw]))
-        fields = msgspec.json.decode(body, type=_Fields)
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _PATHS["chat"]
-    if fields.messages is not msgspec.UNSET:
-        marked = names & _MESSAGES_FIELDS or _anthropic_tools(fields) or _anthropic_content(fields.messages)
+    if "messages" in fields:
+        marked = (
+            fields.keys() & _MESSAGES_FIELDS
+            or ("tools" in fields and _anthropic_tools(fields["tools"]))
+            or _anthropic_content(fields["messages"])
+        )
         return _PATHS["messages" if marked else "chat"]
-    if fields.prompt is not msgspec.UNSET:
+    if "prompt" in fields:
         return _PATHS["completions"]
-    if fields.input is not msgspec.UNSET or "previous_response_id" in names:
+    if "input" in fields or "previous_response_id" in fields:
         return _PATHS["responses"]
     raise errors.InvalidRequest(f"the body has no messages, prompt or input: {_HOW}", param="api")
 
 
-def _anthropic_tools(fields: _Fields) -> bool:
-    if fields.tools is msgspec.UNSET:
-        return False
+def _anthropic_tools(tools: msgspec.Raw) -> bool:
     try:
-        tools = msgspec.json.decode(fields.tools, type=list[dict[str, msgspec.Raw]])
+        read = msgspec.json.decode(tools, type=list[dict[str, msgspec.Raw]])
     except msgspec.MsgspecError:
         return False
-    return any("input_schema" in tool for tool in tools)
+    return any("input_schema" in tool for tool in read)
 
 
 def _anthropic_content(messages: msgspec.Raw) -> bool:

@@ -204,7 +204,7 @@ def parse(
         try:
             unread = _why_unread(body) if prompts else "off"
             if unread:
-                return _placed(_API_OF[path], body, unread)
+                return _placed(API_OF[path], body, unread)
             return reader(body, bodies or Bodies(0))
         except errors.InvalidRequest as error:
             if error.message == _NO_JSON and _is_another_kind(content_type, body):
@@ -423,7 +423,7 @@ def _refuse_transfer(params: object) -> None:
         raise errors.InvalidRequest("kv_transfer_params is not for clients", param="kv_transfer_params")
 
 
-_API_OF: Mapping[str, Api] = {
+API_OF: Mapping[str, Api] = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
     "/v1/messages": "messages",
