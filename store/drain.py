@@ -7,6 +7,7 @@ a ZMQ monitor for connections. A connection that ends takes its sockets with it:
 be another publisher's.
 """
 
+import asyncio
 import logging
 import socket
 import threading
@@ -84,6 +85,31 @@ class Inbox:
             message = self._messages.popleft()
             self._bytes -= len(message[3])
             return message
+
+
+class Bell:
+    """Has `answer` called in the event loop soon, once for however often it was rung until then."""
+
+    def __init__(self, answer: Callable[[], None]) -> None:
+        self._answer = answer
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._rung = False
+
+    def listen(self) -> None:
+        """From now on, in the loop that runs."""
+        self._loop = asyncio.get_running_loop()
+
+    def ring(self) -> None:
+        """From any thread."""
+        if self._loop is not None and not self._rung:
+            self._rung = True
+            # A closed loop raises: nobody waits for events any more.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._answered)
+
+    def _answered(self) -> None:
+        self._rung = False
+        self._answer()
 
 
 @dataclass(slots=True)

@@ -16,11 +16,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from store.drain import Drain, EventSource, Inbox, Kind, Message
+from store.drain import Bell, Drain, EventSource, Inbox, Kind, Message
 from store.mooncake_http import Published
 from store.object_events import BadEvents, ObjectEvents, decode
 
@@ -75,8 +74,7 @@ class MasterEvents:
         self._clock = clock
         self._inbox = Inbox()
         self._drain: Drain | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._scheduled = False
+        self._bell: Final = Bell(self._apply)
         self._connection = 0
         self._connected = False
         self._seq: int | None = None  # of the last batch on this connection
@@ -95,8 +93,8 @@ class MasterEvents:
         return self._since is not None
 
     async def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._drain = Drain(self._notify)
+        self._bell.listen()
+        self._drain = Drain(self._bell.ring)
         self._drain.start()
         self._drain.open(self._source, self._inbox)
 
@@ -160,16 +158,7 @@ class MasterEvents:
 
     # ------------------------------------------------------------------ what comes in
 
-    def _notify(self) -> None:
-        """Called by the thread."""
-        if self._loop is not None and not self._scheduled:
-            self._scheduled = True
-            # A closed loop raises: nobody waits for events any more.
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._apply)
-
     def _apply(self) -> None:
-        self._scheduled = False
         until = time.perf_counter() + _STEP_S
         while self._drain is not None and (message := self._inbox.take()) is not None:
             try:
@@ -178,7 +167,7 @@ class MasterEvents:
                 logger.exception("events of the Mooncake master could not be applied")
                 self._lost("a batch could not be applied")
             if time.perf_counter() >= until:
-                self._notify()
+                self._bell.ring()
                 return
 
     def _take(self, message: Message) -> None:

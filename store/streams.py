@@ -9,11 +9,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from store.drain import REPLAY_SILENCE_S, Drain, EventSource, Inbox, Kind, Message
+from store.drain import REPLAY_SILENCE_S, Bell, Drain, EventSource, Inbox, Kind, Message
 from store.events import AllBlocksCleared, BadBatch, EventBatch, decoding
 from store.sequence import Action, Ask, Deliver, Mark, Reset, Sequencer, StreamState
 
@@ -123,15 +122,14 @@ class EventStreams:
         self._replay_silence = replay_silence_s
         self._streams: dict[str, _Stream] = {}
         self._requests = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._bell: Final = Bell(self._apply)
         self._drain: Drain | None = None
-        self._scheduled = False
         self._turn = 0  # which stream comes first
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._drain = Drain(self._notify, replay_silence_s=self._replay_silence)
+        self._bell.listen()
+        self._drain = Drain(self._bell.ring, replay_silence_s=self._replay_silence)
         self._drain.start()
         for stream in self._streams.values():
             self._drain.open(stream.source, stream.inbox)
@@ -228,16 +226,7 @@ class EventStreams:
 
     # ------------------------------------------------------------------ applying
 
-    def _notify(self) -> None:
-        """Called by the thread."""
-        if self._loop is not None and not self._scheduled:
-            self._scheduled = True
-            # A closed loop raises: nobody waits for events any more.
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._apply)
-
     def _apply(self) -> None:
-        self._scheduled = False
         if self._drain is None:
             return
         until = time.perf_counter() + _STEP_S
@@ -250,8 +239,7 @@ class EventStreams:
             if busy and time.perf_counter() >= until:
                 # Whose turn it would be is the first next time: each may have enough to fill all the time.
                 self._turn = list(self._streams).index(busy[0].source.target)
-                self._scheduled = True
-                asyncio.get_running_loop().call_soon(self._apply)
+                self._bell.ring()
                 return
 
     def _step(self, stream: _Stream) -> bool:
@@ -376,16 +364,16 @@ class EventStreams:
 
     def _tick(self) -> None:
         """Look for streams whose proof is due."""
-        if self._loop is None or self._drain is None:
+        if self._drain is None:
             return
         now = time.monotonic()
         for stream in self._streams.values():
             if stream.next_proof <= now:
                 stream.next_proof = now + self._proof_interval
                 stream.pending = _after(stream.pending, stream.sequencer.prove())
-        self._scheduled = True
-        self._loop.call_soon(self._apply)
-        self._timer = self._loop.call_later(min(1.0, self._proof_interval), self._tick)
+        self._bell.ring()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(min(1.0, self._proof_interval), self._tick)
 
 
 def _after(first: Iterator[Action], then: Iterator[Action]) -> Iterator[Action]:
