@@ -34,6 +34,8 @@ _AGES: Final = ("master_ping_requests_total", "master_fetch_tasks_requests_total
 # The master moves this many objects of a drain job, then looks again a second later.
 _MOVES_PER_SECOND: Final = 512
 _REFUSALS: Final = (400, 404, 409)
+# Of one answer; a thousand keys with their copies have less than a MB.
+_ANSWER_BYTES: Final = 16 << 20
 _METRIC: Final = re.compile(rb"^(master_\w+) (\d+)", re.MULTILINE)
 
 
@@ -343,10 +345,10 @@ class MooncakeHttp:
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as answer:
                 if refusable and answer.status in _REFUSALS:
-                    raise MasterRefused(_decoded(_refusal, await answer.read()).error_message)
+                    raise MasterRefused(_decoded(_refusal, await _body(answer)).error_message)
                 if answer.status != 200:
                     raise MasterAway(f"http {answer.status}")
-                return await answer.read()
+                return await _body(answer)
         except TimeoutError:
             raise MasterAway("timeout") from None
         except aiohttp.ClientConnectorError as error:
@@ -355,6 +357,16 @@ class MooncakeHttp:
             raise MasterAway("reset", refused=True) from error
         except (aiohttp.ClientError, ValueError, OSError) as error:
             raise MasterAway("garbage") from error
+
+
+async def _body(answer: aiohttp.ClientResponse) -> bytes:
+    parts, size = list[bytes](), 0
+    async for part in answer.content.iter_any():
+        parts.append(part)
+        size += len(part)
+        if size > _ANSWER_BYTES:
+            raise MasterAway("garbage")
+    return b"".join(parts)
 
 
 def _decoded(decoder: msgspec.json.Decoder[Answer], body: bytes) -> Answer:

@@ -12,6 +12,7 @@ import httpx
 import msgspec
 
 from workers.fleet import Fleet, FleetEvent
+from workers.pages import read_page
 from workers.worker import EngineReport, KvEndpoint, ModelCard, Worker
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,8 @@ T = TypeVar("T")
 
 _SAMPLE = re.compile(r"^(vllm:[a-z_]+|process_start_time_seconds)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+# Of one answer; an engine's metrics have some 100 KB.
+_PAGE_BYTES = 16 << 20
 _ANY_HOST = ("*", "0.0.0.0", "[::]")  # noqa: S104 - names to recognise, not to bind
 
 
@@ -131,6 +134,7 @@ class Probe:
         self._interval_s = interval_s
         self._kv_events = kv_events
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout_s = timeout_s
         self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, trust_env=False)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wakes: dict[str, asyncio.Event] = {}
@@ -220,13 +224,15 @@ class Probe:
 
     async def _get(self, worker: Worker, path: str) -> bytes:
         try:
-            response = await self._client.get(worker.url + path)
-        except httpx.TimeoutException:
+            status, page = await read_page(
+                self._client, "GET", worker.url + path, timeout_s=self._timeout_s, limit=_PAGE_BYTES
+            )
+        except TimeoutError:
             raise ProbeFailed(f"{path} timed out") from None
         except httpx.HTTPError as error:
             raise ProbeFailed(f"{path}: {type(error).__name__}") from None
-        if response.status_code in (401, 403):
-            raise ProbeFailed(f"{path} answered {response.status_code}: worker API key missing or wrong")
-        if not response.is_success:
-            raise ProbeFailed(f"{path} answered {response.status_code}")
-        return response.content
+        if status in (401, 403):
+            raise ProbeFailed(f"{path} answered {status}: worker API key missing or wrong")
+        if not httpx.codes.is_success(status):
+            raise ProbeFailed(f"{path} answered {status}")
+        return page

@@ -9,8 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from store.hashing import Media
+from workers.pages import PageTooLong, read_page
 
 Ids = npt.NDArray[np.uint32]
+
+# Of an answer; a million ids have 8 MB.
+_ANSWER_BYTES = 16 << 20
 
 
 class NotRendered(Exception):
@@ -50,12 +54,16 @@ _DECODER = msgspec.json.Decoder(_Rendered | list[_Rendered])
 
 
 class WorkerRenderer:
-    """POSTs bodies to `PATH/render`, which vLLM serves with --enable-scale-out (403 without)."""
+    """POSTs bodies to `PATH/render`, which vLLM serves with --enable-scale-out (403 without).
+
+    Each takes `timeout_s` at most.
+    """
 
     def __init__(self, api_key: str, *, timeout_s: float = 5.0) -> None:
         headers = {"content-type": "application/json"}
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
+        self._timeout_s = timeout_s
         self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, trust_env=False)
 
     async def tokens(self, worker_url: str, path: str, body: bytes) -> Ids:
@@ -70,17 +78,26 @@ class WorkerRenderer:
         # Of media only the hashes are wanted, not what their processor made of them: megabytes.
         body = body.replace(b"{", b'{"mm_payload": "none", ', 1)
         try:
-            response = await self._client.post(f"{worker_url}{path}/render", content=body)
-        except httpx.TimeoutException:
+            status, answer = await read_page(
+                self._client,
+                "POST",
+                f"{worker_url}{path}/render",
+                timeout_s=self._timeout_s,
+                limit=_ANSWER_BYTES,
+                content=body,
+            )
+        except TimeoutError:
             raise NotRendered("slow") from None
+        except PageTooLong:
+            raise NotRendered("unreadable") from None
         except httpx.HTTPError:
             raise NotRendered("unreachable") from None
-        if response.status_code in (403, 404, 405):
+        if status in (403, 404, 405):
             raise NotRendered("disabled")
-        if not response.is_success:
+        if not httpx.codes.is_success(status):
             raise NotRendered("refused")
         try:
-            rendered = _DECODER.decode(response.content)
+            rendered = _DECODER.decode(answer)
         except msgspec.MsgspecError:
             raise NotRendered("unreadable") from None
         first = rendered[0] if isinstance(rendered, list) and rendered else rendered
