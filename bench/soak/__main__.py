@@ -44,6 +44,7 @@ class Soak:
         self.agents = agents
         self.draw = random.Random(seed)
         self.seen: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.rss: list[float] = []
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -177,6 +178,8 @@ class Soak:
                         answer.close()
                         return "left"
                 if answer.status != 200:
+                    said_why = re.search(rb'"message": ?"([^"]*)"', got)
+                    self.errors[f"{answer.status} {(said_why[1] if said_why else got[:80]).decode()}"] += 1
                     return "error"
         except aiohttp.ClientPayloadError:
             return "cut"
@@ -254,7 +257,13 @@ class Soak:
         counted: Counter[str] = Counter()
         for outcome, value in re.findall(r'moongate_requests_total\{.*outcome="(\w+)"\} (\S+)', page):
             counted[outcome] += round(float(value))
-        print(f"gateway {dict(counted)}\nagents  {dict(self.seen)}\nfaults  {dict(self.faults)}")
+        for name, counts in (
+            ("gateway", counted),
+            ("agents", self.seen),
+            ("errors", self.errors),
+            ("faults", self.faults),
+        ):
+            print(f"{name:8}{dict(counts)}")
         wrong: list[str] = []
         reached = self.seen.total() - self.seen["refused"]
         if counted.total() != reached:
