@@ -267,14 +267,14 @@ class Fleet:
         if worker.state != "up":
             logger.info("worker %s is up", worker.name)
             worker.since = self._clock()
-        worker.state, worker.reason, worker.misses = "up", "", 0
+        worker.state, worker.reason, worker.misses, worker.missed = "up", "", 0, False
         if restarted:
             self._tell("restarted", worker)
         if changed:
             self._tell("up", worker)
 
-    def mark_down(self, worker: Worker, reason: str) -> None:
-        """A failed probe or a refused connection."""
+    def mark_down(self, worker: Worker, reason: str, *, sure: bool = True) -> None:
+        """A failed probe or a refused connection. sure: no turn could be answered there now."""
         if self._workers.get(worker.name) is not worker:
             return
         was_up = worker.state == "up"
@@ -283,6 +283,7 @@ class Fleet:
         worker.state = "down" if was_up or worker.state == "down" else "starting"
         worker.reason = reason
         worker.misses += 1
+        worker.missed = was_up and not sure
         worker.report = replace(worker.report, running=0.0, waiting=0.0)
         if was_up:
             self._tell("lost", worker)

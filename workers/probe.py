@@ -115,7 +115,14 @@ def parse_models(body: bytes) -> tuple[ModelCard, ...]:
 
 
 class ProbeFailed(Exception):
-    """A worker that can't be used now; the message says why, in words for operators."""
+    """A worker that can't be used now; the message says why, in words for operators.
+
+    sure: it said so, or nobody is there; otherwise no answer came, as from one that is very busy.
+    """
+
+    def __init__(self, message: str, *, sure: bool = True) -> None:
+        super().__init__(message)
+        self.sure = sure
 
 
 class Probe:
@@ -205,7 +212,7 @@ class Probe:
                 worker, "/kv_event_sources", lambda body: parse_kv_sources(body, worker.host)
             )
         except ProbeFailed as failure:
-            self._fleet.mark_down(worker, str(failure))
+            self._fleet.mark_down(worker, str(failure), sure=failure.sure)
         except Exception as error:
             logger.exception("probing worker %s failed", worker.name)
             self._fleet.mark_down(worker, f"probe failed: {type(error).__name__}")
@@ -228,7 +235,7 @@ class Probe:
                 self._client, "GET", worker.url + path, timeout_s=self._timeout_s, limit=_PAGE_BYTES
             )
         except TimeoutError:
-            raise ProbeFailed(f"{path} timed out") from None
+            raise ProbeFailed(f"{path} timed out", sure=False) from None
         except httpx.HTTPError as error:
             raise ProbeFailed(f"{path}: {type(error).__name__}") from None
         if status in (401, 403):

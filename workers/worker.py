@@ -62,6 +62,7 @@ class Worker:
     segment: its share of the pool, by the name of a segment (`IP:PORT`) or of a host (`IP`: all segments
     there); "" if that can't be told.
     since: when it last came back (up, or uncordoned), by the fleet's clock. misses: probes failed in a row.
+    missed: it was up, and the one probe since then came back without an answer.
     weight: its share of the load compared with others'. role: what it is for.
     """
 
@@ -77,6 +78,7 @@ class Worker:
     breaker: Breaker = field(default_factory=lambda: Breaker(BreakerOptions()))
     since: float = 0.0
     misses: int = 0
+    missed: bool = False
     weight: float = 1.0
     role: Role = "both"
     # Asked for several times a turn, and changed by probes only.

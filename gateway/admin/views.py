@@ -169,7 +169,8 @@ class WorkersAnswer(Answer):
 class CandidateView(Answer):
     target: str
     excluded: str = Field(
-        description="Why it may not be chosen: down, starting, cordoned, model, failed, full, breaker, ramp."
+        description="Why it may not be chosen: down, starting, missed, cordoned, model, failed, full, "
+        "breaker, ramp."
     )
     local_tokens: int = Field(description="Leading tokens in its own cache.")
     pool_tokens: int = Field(description="Leading tokens readable from the pool.")

@@ -14,10 +14,14 @@ from workers.worker import Worker
 _IN_WORDS = {
     "elsewhere": "without the response it goes on from",
     "failed": "failed at this turn",
+    "missed": "not answering",
     "starting": "not up yet",
     "breaker": "failing",
     "ramp": "just back",
 }
+
+# Better than nobody.
+_DOUBTED = ("breaker", "missed")
 
 
 def why_not(fleet: Fleet, worker: Worker, model: str, failed: Collection[str], only: str = "") -> str:
@@ -25,7 +29,7 @@ def why_not(fleet: Fleet, worker: Worker, model: str, failed: Collection[str], o
 
     failed: who failed this turn. only: the one worker that holds what it goes on from, if there is such.
     """
-    if worker.state != "up":
+    if worker.state != "up" and not worker.missed:
         return worker.state
     if only and only != worker.name:
         return "elsewhere"
@@ -36,6 +40,8 @@ def why_not(fleet: Fleet, worker: Worker, model: str, failed: Collection[str], o
         return "model"
     if worker.name in failed:
         return "failed"
+    if worker.missed:
+        return "missed"
     return "" if fleet.breaker_state(worker) != "open" else "breaker"
 
 
@@ -66,14 +72,14 @@ def within(room: Room, candidates: list[Candidate], prompt_tokens: int) -> list[
 
 
 def eased(candidates: list[Candidate], ramps: Sequence[float]) -> list[Candidate]:
-    """The candidates after the two reasons that never cost a turn: they hold while anybody else can take it.
+    """The candidates after the reasons that never cost a turn: they hold while anybody else can take it.
 
-    breaker: dropped where nobody is left otherwise. ramp: a target that came back lately (its share of an
-    ordinary load in `ramps`, same order, is below 1) has as much as it may have; turns whose prefix it holds
-    go there all the same.
+    breaker, missed: dropped where nobody is left otherwise. ramp: a target that came back lately (its share
+    of an ordinary load in `ramps`, same order, is below 1) has as much as it may have; turns whose prefix it
+    holds go there all the same.
     """
     if not any(not c.excluded for c in candidates):
-        return [replace(c, excluded="") if c.excluded == "breaker" else c for c in candidates]
+        return [replace(c, excluded="") if c.excluded in _DOUBTED else c for c in candidates]
     settled = [c.inflight for c, ramp in zip(candidates, ramps, strict=True) if ramp >= 1 and not c.excluded]
     if not settled or len(settled) == len(candidates):
         return candidates

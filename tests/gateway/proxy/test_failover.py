@@ -130,6 +130,29 @@ async def test_a_silent_worker_keeps_the_turn_while_nobody_else_can_take_it(peer
     assert await turn == (200, GOOD)
 
 
+async def test_one_missed_probe_costs_no_turn_where_nobody_else_is_left(peers, front) -> None:
+    busy, other = await peers(good), await peers(good)
+    gate = await front(
+        busy,
+        other,
+        env={"MOONGATE_WORKERS__HEALTH_TIMEOUT_S": "0.1", "MOONGATE_WORKERS__HEALTH_INTERVAL_S": "60"},
+    )
+    worker = gate.gateway.fleet.get(f"127.0.0.1:{busy.port}")
+    busy.silent = True
+    gate.gateway.probe.wake(worker)
+    await gate.until(lambda: worker.state == "down")
+    for _ in range(4):
+        assert await post(gate) == (200, GOOD)
+    assert (len(busy.received), len(other.received)) == (0, 4)
+    gate.gateway.fleet.cordon(f"127.0.0.1:{other.port}", True)
+    assert await post(gate) == (200, GOOD)
+    assert len(busy.received) == 1
+    gate.gateway.probe.wake(worker)
+    await gate.until(lambda: worker.misses == 2)
+    assert (await post(gate))[0] == 503
+    assert len(busy.received) == 1
+
+
 async def test_b034_a_stream_frozen_after_its_headers_goes_to_another_worker(peers, front) -> None:
     stuck, well = await peers(frozen_after_headers), await peers(good)
     gate = await front(stuck, well, env={"MOONGATE_WORKERS__HEALTH_TIMEOUT_S": "0.1"})

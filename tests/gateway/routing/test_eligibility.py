@@ -12,6 +12,9 @@ def test_an_open_breaker_gives_way_when_nobody_else_is_left() -> None:
     failing, down, well = Candidate("a", "breaker"), Candidate("b", "down"), Candidate("c")
     assert excluded(eased([failing, down, well], [1, 1, 1])) == ["breaker", "down", ""]
     assert excluded(eased([failing, down], [1, 1])) == ["", "down"]
+    missed = Candidate("d", "missed")
+    assert excluded(eased([missed, down, well], [1, 1, 1])) == ["missed", "down", ""]
+    assert excluded(eased([missed, down], [1, 1])) == ["", "down"]
 
 
 def test_b048_a_fresh_worker_gets_its_share_and_not_all_that_is_cold() -> None:
