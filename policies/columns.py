@@ -100,7 +100,8 @@ def total_costs(turn: Turn, fleet: Columns, recent_weight: float) -> Numbers:
     decoding = fleet.inflight + fleet.foreign
     found: Numbers = prefill + pull + first_s + decoding * decode_s * (1 + computed / STEP_TOKENS)
     computing = fleet.recent_tokens * prefill_s
-    found += prefill * _waiting(computing) + computing * recent_weight / fleet.weight
+    given = computing + fleet.queued_tokens * prefill_s if turn.new else computing
+    found += prefill * _waiting(computing) + given * recent_weight / fleet.weight
     found += pull * _waiting(fleet.recent_pulled * remote_s)
     # What is displaced is brought back from the pool if there is one, else computed again.
     back_s: Numbers = remote_s * (pool > 0) + prefill_s * (pool <= 0)

@@ -65,6 +65,9 @@ def costs(turn: Turn, candidate: Candidate, recent_weight: float = RECENT_WEIGHT
         # What is displaced is brought back from the pool if there is one, else computed again.
         eviction = c.pressure * (prompt - c.local_tokens) * (rates.remote_s if c.pool_tokens else prefill_s)
     computing = c.recent_tokens * prefill_s
+    # A session stays where it begins. If what waits there were not held against it, all that come while a
+    # head is being computed would follow it: 16 to an instance with room for three, 190 of 250 idle.
+    given = computing + c.queued_tokens * prefill_s if turn.new else computing
     delay = prefill * _waiting(computing)
     if pulled > 0:
         pulling = c.recent_pulled * rates.remote_s
@@ -80,7 +83,7 @@ def costs(turn: Turn, candidate: Candidate, recent_weight: float = RECENT_WEIGHT
         decode,
         eviction,
         delay,
-        computing * recent_weight / c.weight,
+        given * recent_weight / c.weight,
     )
 
 

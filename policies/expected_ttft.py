@@ -38,7 +38,7 @@ _NEAR_S = 1e-4
 
 
 class ExpectedTtft:
-    """The lowest expected time to first token; of equals the longest local prefix, then by load.
+    """The lowest expected time to first token; of equals who has most of the prompt at home, then by load.
 
     Use it when rates differ, between workers or over time, or when pulling, computing and waiting are all
     real choices. Where a session begins it will mostly stay, so that recent work counts in full then.
@@ -62,8 +62,9 @@ class ExpectedTtft:
         bound = lowest + max(self._tie_s, lowest * self._tie_share)
         close = [c for c, total in zip(able, totals, strict=True) if total <= bound]
         if len(close) > 1:
-            longest = max(c.local_tokens for c in close)
-            close = [c for c in close if c.local_tokens == longest]
+            at_home = [_at_home(c) for c in close]
+            longest = max(at_home)
+            close = [c for c, tokens in zip(close, at_home, strict=True) if tokens == longest]
         chosen = pick_least_loaded(close, turn.draw)
         return Decision(
             chosen.target,
@@ -86,14 +87,22 @@ class ExpectedTtft:
         equal = able[totals < bound - _NEAR_S]
         near = np.flatnonzero(totals <= lowest + _NEAR_S)
         first = near[np.unique(totals[near], return_index=True)[1]]
-        longest = fleet.local_tokens[equal] == fleet.local_tokens[equal].max(initial=0.0)
-        return np.unique(np.concatenate((unsure, able[first], lightest(fleet, equal[longest]))))
+        beyond = np.maximum(fleet.pool_tokens - fleet.local_tokens, 0.0)
+        at_home = (fleet.local_tokens + np.minimum(fleet.own_segment_tokens, beyond))[equal]
+        longest = equal[at_home == at_home.max(initial=0.0)]
+        return np.unique(np.concatenate((unsure, able[first], lightest(fleet, longest))))
 
     def _terms(self, turn: Turn, candidate: Candidate) -> dict[str, float]:
         return dict(zip(TERMS, costs(turn, candidate, self._weight(turn)), strict=True))
 
     def _weight(self, turn: Turn) -> float:
         return self._new_recent_weight if turn.new else self._recent_weight
+
+
+def _at_home(c: Candidate) -> int:
+    """Tokens in its own cache and own segment: what it has without the network that others share."""
+    beyond = c.pool_tokens - c.local_tokens
+    return c.local_tokens + min(c.own_segment_tokens, beyond) if beyond > 0 else c.local_tokens
 
 
 def _reason(chosen: Candidate, able: Sequence[Candidate]) -> str:

@@ -47,6 +47,14 @@ SITUATIONS = [
         ("b", "pull", "soonest"),
     ),
     (
+        "of equals, the one with more in its own segment",
+        [
+            candidate("a", pool_tokens=100, own_segment_tokens=20, recent_tokens=0.0),
+            candidate("b", pool_tokens=100, own_segment_tokens=90, recent_tokens=9.0),
+        ],
+        ("b", "pull", "soonest"),
+    ),
+    (
         "waiting for the oldest turn is shorter the longer it has been worked on",
         [
             candidate("a", queued_tokens=5000, queued_turns=1, head_tokens=5000, head_s=4.9),
@@ -215,3 +223,12 @@ def test_a_target_whose_oldest_turn_gets_nowhere_is_expected_to_keep_others_wait
     for head_s, chosen in ((0.05, "holder"), (0.5, "holder"), (3.0, "other")):
         waited = replace(holder, head_s=head_s)
         assert decide(turn(10_000), [waited, other]).target == chosen
+
+
+def test_a_session_begins_behind_its_siblings_only_where_their_work_is_no_more_than_the_head() -> None:
+    """What waits there is there for good: all who follow would wait, and run out of room, on one target."""
+    behind = candidate("a", coming_tokens=8000, queued_tokens=8400, queued_turns=2)
+    idle = candidate("b")
+    decide = ExpectedTtft()
+    assert decide(turn(8200), [behind, idle]).target == "a"
+    assert decide(turn(8200, new=True), [behind, idle]).target == "b"

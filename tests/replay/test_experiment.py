@@ -275,12 +275,24 @@ def test_the_cost_model_keeps_the_load_even_and_finds_as_much_as_rotation(
     tmp_path: Path, more: dict[str, Any]
 ) -> None:
     file = codex(tmp_path, sessions=44)
-    found = run(experiment(file, "round_robin", "expected_ttft", instances=4, active=20, **more)).measures
-    rotated, chosen = found["round_robin"], found["expected_ttft"]
-    assert chosen.imbalance <= 1.15
-    # Sessions this much alike are ideal for rotation, and this is the sixth of 528 turns.
-    assert chosen.ttft_p99_s <= max(1.1 * rotated.ttft_p99_s, rotated.ttft_p99_s + 0.05)
-    assert chosen.hit_rate >= 0.85 * rotated.hit_rate
+    runs = [
+        run(
+            experiment(file, "round_robin", "expected_ttft", instances=4, active=20, seed=seed, **more)
+        ).measures
+        for seed in range(3)
+    ]
+
+    def mean(policy: str, key: str) -> float:
+        """One seed says little: a p99 is the sixth of 528 turns."""
+        return sum(getattr(each[policy], key) for each in runs) / len(runs)
+
+    def ratio(key: str) -> float:
+        return mean("expected_ttft", key) / mean("round_robin", key)
+
+    assert mean("expected_ttft", "imbalance") <= 1.15
+    # Sessions this much alike are ideal for rotation.
+    assert ratio("ttft_p99_s") <= 1.1 or mean("expected_ttft", "ttft_p99_s") < 0.21
+    assert ratio("hit_rate") >= 0.85
     if more.get("figures"):
-        assert chosen.ttft_p50_s <= 1.05 * rotated.ttft_p50_s
-        assert chosen.pool_network_bytes < 0.9 * rotated.pool_network_bytes
+        assert ratio("ttft_p50_s") <= 1.05
+        assert ratio("pool_network_bytes") < 0.9
