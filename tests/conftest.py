@@ -1,11 +1,27 @@
 """For all tests: properties are about what is true, not how fast on a busy machine."""
 
+import fcntl
+import os
 from importlib.util import find_spec
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from workers.launch.tiny_model import make_tiny_model
 
 settings.register_profile("moongate", deadline=None)
 settings.load_profile("moongate")
 
 # Needs the libraries of .venv-clients: `make clients`.
 collect_ignore = [] if find_spec("langchain_openai") else ["clients"]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, not to be changed: made once for all processes of a run, in 2 s of a core."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    with (shared / "tiny.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return make_tiny_model(shared / "tiny")

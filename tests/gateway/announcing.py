@@ -7,15 +7,15 @@ from typing import Any
 
 from peer import ADMIN, Peer
 from tests.store.kv_publisher import free_port
-from workers.launch.tiny_model import make_tiny_model
 
 METRICS = 'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
 
 
-def announce_from(peer: Peer, directory: Path) -> tuple[int, int, str]:
-    """Make `peer` a worker of a tiny model that publishes KV events: their ports, and the model."""
-    model = str(make_tiny_model(directory))
-    peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [{"id": "m", "root": model}]}).encode()
+def announce_from(peer: Peer, root: Path) -> tuple[int, int]:
+    """Make `peer` a worker of the model at `root` that publishes KV events, and return their ports."""
+    peer.pages["/v1/models"] = json.dumps(
+        {"object": "list", "data": [{"id": "m", "root": str(root)}]}
+    ).encode()
     peer.pages["/metrics"] = METRICS.encode()
     live, replay = free_port(), free_port()
     source = {
@@ -26,7 +26,7 @@ def announce_from(peer: Peer, directory: Path) -> tuple[int, int, str]:
         "topic": "",
     }
     peer.pages["/kv_event_sources"] = json.dumps({"0": source}).encode()
-    return live, replay, model
+    return live, replay
 
 
 async def page(gate: Any, path: str) -> Any:

@@ -17,7 +17,6 @@ from store.prompt.local import LocalPrompts
 from store.prompt.request import ChatPrompt, Prompt
 from tests.ports import ports
 from workers.launch.mooncake import MooncakeMaster
-from workers.launch.tiny_model import make_tiny_model
 from workers.sim.pool import SimPool
 
 PORTS = ports(above=23_600)
@@ -64,13 +63,13 @@ class PoolRig:
 
 
 @contextmanager
-def pool_rig(directory: Path, stores: int = 2, **master: Any) -> Iterator[PoolRig]:
+def pool_rig(directory: Path, tiny_model: Path, stores: int = 2, **master: Any) -> Iterator[PoolRig]:
     """Blocking: for fixtures."""
     started = MooncakeMaster(
         rpc_port=next(PORTS), http_port=next(PORTS), log=directory / "master.log", **master
     )
     asyncio.run(started.start())
-    model = str(make_tiny_model(directory / "tiny"))
+    model = str(tiny_model)
     segments = tuple(f"127.0.0.1:{next(PORTS)}" for _ in range(stores))
     pools = tuple(
         SimPool(started.address, segment, KeyLayout(model), block_bytes=1024, segment_bytes=16 << 20)

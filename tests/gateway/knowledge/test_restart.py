@@ -16,7 +16,6 @@ import httpx
 
 from store.hashing import HashScheme
 from workers.launch.ports import free_ports
-from workers.launch.tiny_model import make_tiny_model
 from workers.sim.engine import Rates
 from workers.sim.life import Spec
 from workers.sim.live import PullRates
@@ -143,12 +142,13 @@ def prompts(number: int, seed: int) -> list[list[int]]:
     return [[draws.randrange(5, 900) for _ in range(draws.randrange(160, 500))] for _ in range(number)]
 
 
-async def test_b009_b010_after_kill_9_local_credit_is_back_and_no_ghost_with_it(tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "tiny")
+async def test_b009_b010_after_kill_9_local_credit_is_back_and_no_ghost_with_it(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     snapshot = tmp_path / "state" / "index"
     async with AsyncExitStack() as stack:
-        roomy, other = [await stack.enter_async_context(simulated(model, 4000)) for _ in range(2)]
-        small = await stack.enter_async_context(simulated(model, 400))
+        roomy, other = [await stack.enter_async_context(simulated(tiny_model, 4000)) for _ in range(2)]
+        small = await stack.enter_async_context(simulated(tiny_model, 400))
         sims = [roomy, other, small]
         known = prompts(40, seed=1)
         busy = True

@@ -105,10 +105,10 @@ Site = tuple[Engine, Peer, str, Callable[[int], Publisher]]
 
 
 @pytest.fixture
-async def site(peers, tmp_path: Path) -> Site:
+async def site(peers, tiny_model: Path) -> Site:
     engine = Engine()
     peer: Peer = await peers(engine.answer)
-    live, replay, _ = announce_from(peer, tmp_path / "tiny")
+    live, replay = announce_from(peer, tiny_model)
     return engine, peer, f"127.0.0.1:{peer.port}", lambda buffer: Publisher(live, replay, buffer=buffer)
 
 

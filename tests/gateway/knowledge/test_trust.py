@@ -46,12 +46,12 @@ class Site:
 
 
 @pytest.fixture
-async def site(peers, front, tmp_path: Path) -> AsyncIterator[Site]:
+async def site(peers, front, tiny_model: Path) -> AsyncIterator[Site]:
     async def answer(received: Received, connection: Connection) -> None:
         await site.answer(received, connection)
 
     peer: Peer = await peers(answer)
-    live, replay, _ = announce_from(peer, tmp_path / "tiny")
+    live, replay = announce_from(peer, tiny_model)
     with publishing(lambda: Publisher(live, replay, buffer=2)) as publisher:
         site = Site(peer, publisher)
         site.gate = await front(peer)

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 from peer import ADMIN, Connection, Peer, Received
-from workers.launch.tiny_model import make_tiny_model
 
 METRICS = b'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
 CHARACTERS = 500_000
@@ -28,10 +27,10 @@ def texts() -> list[bytes]:
 
 
 async def test_health_answers_within_50_ms_while_eight_long_prompts_are_tokenized(
-    peers, front, tmp_path: Path
+    peers, front, tiny_model: Path
 ) -> None:
     peer: Peer = await peers(say_ok)
-    card = {"id": "m", "root": str(make_tiny_model(tmp_path / "tiny")), "max_model_len": 200_000}
+    card = {"id": "m", "root": str(tiny_model), "max_model_len": 200_000}
     peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [card]}).encode()
     peer.pages["/metrics"] = METRICS
     gate = await front(peer)

@@ -13,7 +13,6 @@ from gateway.prompts.rendering import NotRendered, WorkerRenderer
 from peer import Connection, Peer, Received
 from store.hashing import HashScheme, Media, chain
 from tests.store.kv_publisher import Publisher, publishing, stored
-from workers.launch.tiny_model import make_tiny_model
 
 CHAT = "/v1/chat/completions"
 METRICS = b'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
@@ -57,9 +56,9 @@ class Renders:
             await connection.answer(200, json.dumps(answer).encode())
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny_model(tmp_path_factory.mktemp("models") / "tiny"))
+@pytest.fixture
+def model(tiny_model: Path) -> str:
+    return str(tiny_model)
 
 
 def introduce(peer: Peer, model: str) -> None:
@@ -100,11 +99,11 @@ async def test_b018_of_two_images_in_one_text_only_what_is_before_them_is_shared
 
 
 async def test_a_known_beginning_may_be_held_whole_and_its_turn_goes_on_as_it_came(
-    peers, front, tmp_path: Path
+    peers, front, tiny_model: Path
 ) -> None:
     renders = Renders(enabled=False)
     peer = await peers(renders)
-    live, replay, _ = announce_from(peer, tmp_path / "tiny")
+    live, replay = announce_from(peer, tiny_model)
     with publishing(lambda: Publisher(live, replay)) as publisher:
         gate = await front(
             peer, env={"MOONGATE_ROUTING__HEADERS": "debug", "MOONGATE_PROMPT__SOURCE": "auto"}

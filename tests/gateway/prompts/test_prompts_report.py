@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from peer import ADMIN, Connection, Peer, Received
-from workers.launch.tiny_model import make_tiny_model
 
 CHAT = "/v1/chat/completions"
 METRICS = b'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
@@ -42,9 +41,9 @@ async def prompt_tokens(gate: Any) -> int:
         return int(answer.headers["x-moongate-prompt-tokens"])
 
 
-async def test_the_first_token_that_differs_is_shown_with_its_text(peers, front, tmp_path: Path) -> None:
+async def test_the_first_token_that_differs_is_shown_with_its_text(peers, front, tiny_model: Path) -> None:
     peer = await peers(Renders())
-    introduce(peer, make_tiny_model(tmp_path / "tiny"))
+    introduce(peer, tiny_model)
     gate = await front(peer, env={"MOONGATE_PROMPT__SOURCE": "auto"})
     parity = gate.gateway.prompts.parity
     await gate.until(lambda: {d.api for d in parity.differences()} >= {"chat", "messages", "responses"})
@@ -81,10 +80,10 @@ async def test_b056_a_tokenizer_that_cannot_be_loaded_here(
 
 @pytest.mark.parametrize(("source", "tokens", "why"), [("auto", 70, ""), ("local", 0, "invalid")])
 async def test_odd_values_in_odd_places_are_left_to_the_worker_and_to_no_log(
-    peers, front, tmp_path: Path, caplog: pytest.LogCaptureFixture, source: str, tokens: int, why: str
+    peers, front, tiny_model: Path, caplog: pytest.LogCaptureFixture, source: str, tokens: int, why: str
 ) -> None:
     peer = await peers(Renders())
-    introduce(peer, make_tiny_model(tmp_path / "tiny"))
+    introduce(peer, tiny_model)
     gate = await front(peer, env={"MOONGATE_PROMPT__SOURCE": source})
     item = {"type": [], "role": "user", "content": "x"}
     async with gate.client.post(
@@ -95,11 +94,10 @@ async def test_odd_values_in_odd_places_are_left_to_the_worker_and_to_no_log(
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_a_prompt_far_beyond_the_models_length_is_not_tokenized(peers, front, tmp_path: Path) -> None:
+async def test_a_prompt_far_beyond_the_models_length_is_not_tokenized(peers, front, tiny_model: Path) -> None:
     """Its worker will refuse it; tokenizing it first took seconds and gigabytes."""
     peer = await peers(Renders())
-    root = make_tiny_model(tmp_path / "tiny")
-    card = {"id": "m", "root": str(root), "max_model_len": 1000}
+    card = {"id": "m", "root": str(tiny_model), "max_model_len": 1000}
     peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [card]}).encode()
     peer.pages["/metrics"] = METRICS
     gate = await front(peer)

@@ -16,7 +16,6 @@ import pytest
 from conftest import Front
 
 from peer import Connection, Handler, Peer, Received
-from workers.launch.tiny_model import make_tiny_model
 
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 FORM = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
@@ -151,10 +150,10 @@ def turns() -> int:
 
 
 @pytest.fixture
-async def tokenizing_front(peers, front, tmp_path: Path):
+async def tokenizing_front(peers, front, tiny_model: Path):
     """A gateway that makes prompts itself, in one thread, and its worker."""
     peer: Peer = await peers(before_headers)
-    card = {"id": "m", "root": str(make_tiny_model(tmp_path / "tiny")), "max_model_len": 1 << 20}
+    card = {"id": "m", "root": str(tiny_model), "max_model_len": 1 << 20}
     peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [card]}).encode()
     peer.pages["/metrics"] = METRICS
     gate: Front = await front(peer, env={"MOONGATE_PROMPT__THREADS": "1"})

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -15,7 +16,6 @@ from conftest import Front, serving
 from gateway.settings import load
 from tests.ports import ports
 from tests.simulated import simulated
-from workers.launch.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -25,11 +25,10 @@ PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}, "req
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def gate(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Front, list[str]]]:
-    model = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+async def gate(tiny_model: Path) -> AsyncIterator[tuple[Front, list[str]]]:
     async with AsyncExitStack() as stack:
         urls = [
-            await stack.enter_async_context(simulated(model, PORTS, blocks=256, max_model_len=4000))
+            await stack.enter_async_context(simulated(tiny_model, PORTS, blocks=256, max_model_len=4000))
             for _ in range(2)
         ]
         flags: dict[str, Any] = {"workers.urls": urls, "admin.token": "admin-token"}

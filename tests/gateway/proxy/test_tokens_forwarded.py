@@ -12,7 +12,6 @@ from gateway.api.parse import parse
 from peer import ADMIN, Connection, Peer, Received
 from store.hashing import HashScheme
 from store.prompt.local import LocalPrompts
-from workers.launch.tiny_model import make_tiny_model
 
 CHAT = "/v1/chat/completions"
 METRICS = b'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
@@ -27,13 +26,8 @@ PATHS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def prompts(tiny: Path) -> LocalPrompts:
-    return LocalPrompts.load(str(tiny))
+def prompts(tiny_model: Path) -> LocalPrompts:
+    return LocalPrompts.load(str(tiny_model))
 
 
 class Worker:
@@ -66,14 +60,14 @@ class Worker:
 
 @pytest.fixture
 async def proven(
-    peers: Callable[..., Any], front: Callable[..., Any], tiny: Path, prompts: LocalPrompts
+    peers: Callable[..., Any], front: Callable[..., Any], tiny_model: Path, prompts: LocalPrompts
 ) -> Any:
     """Start a gateway before one worker: `await proven(env, renders=...)`; its checks have ended."""
 
     async def start(env: dict[str, str], *, renders: bool = True) -> tuple[Any, Worker]:
         worker = Worker(prompts, renders=renders)
         peer: Peer = await peers(worker)
-        card = {"id": "m", "root": str(tiny), "max_model_len": 100_000}
+        card = {"id": "m", "root": str(tiny_model), "max_model_len": 100_000}
         peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [card]}).encode()
         peer.pages["/metrics"] = METRICS
         gate = await front(peer, env={"MOONGATE_PROMPT__SOURCE": "auto", **env})

@@ -1,6 +1,7 @@
 """A fault in a source of knowledge costs turns that knowledge, and nothing else."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -14,8 +15,8 @@ from store.pool import PoolView
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolRig]:
-    with pool_rig(tmp_path_factory.mktemp("pool")) as rig:
+def rig(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[PoolRig]:
+    with pool_rig(tmp_path_factory.mktemp("pool"), tiny_model) as rig:
         yield rig
 
 

@@ -15,7 +15,6 @@ from gateway.cli.explanation import as_text
 from peer import ADMIN, Connection, Peer, Received
 from policies.rates import work_of
 from store.pool import PoolPrefix
-from workers.launch.tiny_model import make_tiny_model
 
 METRICS = 'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
 
@@ -31,9 +30,9 @@ class Gate:
         await connection.answer(200, b'{"ok":true}', "content-type: application/json")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(make_tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
+@pytest.fixture
+def model(tiny_model: Path) -> str:
+    return str(tiny_model)
 
 
 def serve(peer: Peer, model: str) -> None:

@@ -18,8 +18,8 @@ from tests.store.test_dead_segments import Store, ended, met
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolRig]:
-    with pool_rig(tmp_path_factory.mktemp("pool")) as rig:
+def rig(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[PoolRig]:
+    with pool_rig(tmp_path_factory.mktemp("pool"), tiny_model) as rig:
         yield rig
 
 
@@ -178,8 +178,8 @@ async def test_a_pull_that_failed_costs_its_segment_the_credit(rig: PoolRig, pee
 
 
 @pytest.fixture
-def own_rig(tmp_path: Path) -> Iterator[PoolRig]:
-    with pool_rig(tmp_path) as rig:
+def own_rig(tmp_path: Path, tiny_model: Path) -> Iterator[PoolRig]:
+    with pool_rig(tmp_path, tiny_model) as rig:
         yield rig
 
 
@@ -230,7 +230,7 @@ async def test_b067_a_reset_of_a_workers_cache_takes_nothing_from_the_pool(
 ) -> None:
     """Nor what the worker's events had shown of the KV groups that its blocks in the pool are made of."""
     worker: Peer = await peers(say_ok)
-    live, replay, _ = announce_from(worker, Path(rig.model))
+    live, replay = announce_from(worker, Path(rig.model))
     rig.serve(worker)
     body = rig.body("reset")
     prompt = rig.prompt(body)

@@ -14,11 +14,10 @@ from gateway.settings import load
 from peer import ADMIN
 from tests.ports import ports
 from tests.simulated import simulated
-from workers.launch.tiny_model import make_tiny_model
 
 PORTS = ports(above=24_300)
 # 1,000 tokens take 60 ms: long beside what a busy machine adds.
-TOKENS_PER_S = 16_000.0
+RATES = {"prefill_tok_s": 16_000.0, "growth_s": 0.0}
 
 
 class Fleet:
@@ -59,12 +58,12 @@ def _of_1000(rates: dict[str, Any]) -> float:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    model = make_tiny_model(tmp_path / "tiny")
-    rates = {"prefill_tok_s": TOKENS_PER_S, "growth_s": 0.0}
+async def fleet(tiny_model: Path) -> AsyncIterator[Fleet]:
     async with AsyncExitStack() as stack:
         urls = [
-            await stack.enter_async_context(simulated(model, PORTS, blocks=4000, max_model_len=4000, **rates))
+            await stack.enter_async_context(
+                simulated(tiny_model, PORTS, blocks=4000, max_model_len=4000, **RATES)
+            )
             for _ in range(2)
         ]
         flags: dict[str, Any] = {"workers.urls": urls, "admin.token": "admin-token"}

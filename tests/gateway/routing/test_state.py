@@ -33,13 +33,13 @@ async def test_b077_turns_in_sequence_share_what_the_policy_remembers(peers, fro
 
 
 async def test_b077_a_worker_of_two_gateways_has_load_and_blocks_in_each_by_itself(
-    peers, front, tmp_path: Path
+    peers, front, tiny_model: Path
 ) -> None:
     async def hold(_: Received, connection: Connection) -> None:
         await connection.gone.wait()
 
     peer: Peer = await peers(say_ok)
-    live, replay, _ = announce_from(peer, tmp_path / "tiny")
+    live, replay = announce_from(peer, tiny_model)
     with publishing(lambda: Publisher(live, replay)) as publisher:
         one, other = await front(peer, env=DEBUG), await front(peer, env=DEBUG)
         target = f"127.0.0.1:{peer.port}"

@@ -26,10 +26,10 @@ async def refuse(_: Received, connection: Connection) -> None:
 @pytest.mark.parametrize("announces", [True, False])
 @pytest.mark.parametrize("answers", [True, False])
 async def test_an_answer_is_proof_that_its_prompt_is_held_until_events_should_be_there(
-    peers, front, tmp_path: Path, announces: bool, answers: bool
+    peers, front, tiny_model: Path, announces: bool, answers: bool
 ) -> None:
     peer: Peer = await peers(say_ok if answers else refuse)
-    live, replay, _ = announce_from(peer, tmp_path / "tiny")
+    live, replay = announce_from(peer, tiny_model)
 
     with publishing(lambda: Publisher(live, replay)) as publisher:
         gate = await front(peer, env={"MOONGATE_ROUTING__HEADERS": "debug"})
@@ -58,11 +58,11 @@ async def test_an_answer_is_proof_that_its_prompt_is_held_until_events_should_be
 
 
 async def test_a_turn_that_follows_at_once_hears_of_the_blocks_that_the_answer_filled(
-    peers, front, tmp_path: Path
+    peers, front, tiny_model: Path
 ) -> None:
     peer: Peer = await peers(say_ok)
-    live, replay, model = announce_from(peer, tmp_path / "tiny")
-    prompts = LocalPrompts.load(model)
+    live, replay = announce_from(peer, tiny_model)
+    prompts = LocalPrompts.load(str(tiny_model))
 
     with publishing(lambda: Publisher(live, replay)) as publisher:
         gate = await front(peer, env={"MOONGATE_ROUTING__HEADERS": "debug"})
@@ -90,11 +90,11 @@ async def test_a_turn_that_follows_at_once_hears_of_the_blocks_that_the_answer_f
 
 
 async def test_b052_a_hybrid_worker_is_taken_to_hold_a_prompt_only_for_what_goes_on_from_its_end(
-    peers, front, tmp_path: Path
+    peers, front, tiny_model: Path
 ) -> None:
     """Of a sliding window it retains what lies before the end of the prompt, and nothing between."""
     peer: Peer = await peers(say_ok)
-    live, replay, _ = announce_from(peer, tmp_path / "tiny")
+    live, replay = announce_from(peer, tiny_model)
     with publishing(lambda: Publisher(live, replay)) as publisher:
         gate = await front(peer, env={"MOONGATE_ROUTING__HEADERS": "debug"})
         target = f"127.0.0.1:{peer.port}"

@@ -10,7 +10,6 @@ import pytest
 
 from gateway.cli.explanation import as_text
 from peer import ADMIN, Connection, Peer, Received
-from workers.launch.tiny_model import make_tiny_model
 
 METRICS = b'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
 Message = dict[str, Any]
@@ -81,17 +80,12 @@ class Session:
             return await answer.text()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
 @pytest.fixture
 async def session(
-    peers: Callable[..., Awaitable[Peer]], front: Callable[..., Awaitable[Any]], model: Path
+    peers: Callable[..., Awaitable[Peer]], front: Callable[..., Awaitable[Any]], tiny_model: Path
 ) -> Session:
     peer = await peers(say_ok)
-    card = {"id": "m", "root": str(model)}
+    card = {"id": "m", "root": str(tiny_model)}
     peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [card]}).encode()
     peer.pages["/metrics"] = METRICS
     return Session(await front(peer))

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ import httpx
 import pytest
 
 from tests.ports import ports
+from workers.launch.model import TINY
 
 # Serves 200 on every path; as a "vLLM python" it is called with --port=N, as a gateway with --port N.
 STAND_IN = """#!{python}
@@ -126,7 +128,8 @@ class Launch:
 
 
 @pytest.fixture
-async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
+async def launch(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Launch]:
+    shutil.copytree(tiny_model, tmp_path / "fleet" / "models" / TINY)
     stand_in = tmp_path / "stand-in"
     stand_in.write_text(STAND_IN.replace("{python}", sys.executable))
     stand_in.chmod(0o755)

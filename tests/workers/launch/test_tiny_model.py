@@ -16,28 +16,23 @@ TOOL = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model: Path) -> Any:
-    return AutoTokenizer.from_pretrained(str(model))
+def tokenizer(tiny_model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(str(tiny_model))
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
-def test_the_second_call_changes_nothing(model: Path) -> None:
-    before = {path.name: path.stat().st_mtime_ns for path in model.iterdir()}
-    assert make_tiny_model(model) == model
-    assert {path.name: path.stat().st_mtime_ns for path in model.iterdir()} == before
+def test_the_second_call_changes_nothing(tiny_model: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in tiny_model.iterdir()}
+    assert make_tiny_model(tiny_model) == tiny_model
+    assert {path.name: path.stat().st_mtime_ns for path in tiny_model.iterdir()} == before
 
 
-def test_every_run_makes_the_same_tokenizer(model: Path, tmp_path: Path) -> None:
+def test_every_run_makes_the_same_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
     again = make_tiny_model(tmp_path / "again")
-    assert (again / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    assert (again / "tokenizer.json").read_bytes() == (tiny_model / "tokenizer.json").read_bytes()
 
 
 def test_a_model_of_another_recipe_is_made_anew(tmp_path: Path) -> None:
@@ -64,8 +59,10 @@ def test_no_token_lies_outside_the_embedding(tokenizer: Any) -> None:
         "<|im_start|>user\nhi<|im_end|>\n",
     ],
 )
-def test_a_plain_tokenizers_load_agrees_with_transformers(model: Path, tokenizer: Any, text: str) -> None:
-    plain = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+def test_a_plain_tokenizers_load_agrees_with_transformers(
+    tiny_model: Path, tokenizer: Any, text: str
+) -> None:
+    plain = Tokenizer.from_file(str(tiny_model / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     assert plain == tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(plain) == text
 

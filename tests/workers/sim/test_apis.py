@@ -14,7 +14,6 @@ import pytest_asyncio
 
 from tests.ports import ports
 from tests.simulated import simulated
-from workers.launch.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -29,18 +28,13 @@ HELLO: Any = [{"role": "user", "content": "hello there " * 40}]
 OTHERS: Any = [{"role": "user", "content": "good morning " * 40}]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
 def running(model: Path, **rates: float) -> AbstractAsyncContextManager[str]:
     return simulated(model, PORTS, blocks=128, max_model_len=2000, **rates)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def url(model: Path) -> AsyncIterator[str]:
-    async with running(model) as it:
+async def url(tiny_model: Path) -> AsyncIterator[str]:
+    async with running(tiny_model) as it:
         yield it
 
 
@@ -130,9 +124,9 @@ async def test_a_response_goes_on_from_a_stored_one(client: openai.AsyncOpenAI) 
         await client.responses.retrieve(kept_not.id)
 
 
-async def test_a_background_response_is_worked_on_until_it_is_cancelled(model: Path) -> None:
+async def test_a_background_response_is_worked_on_until_it_is_cancelled(tiny_model: Path) -> None:
     async with (
-        running(model, step_s=0.05) as url,
+        running(tiny_model, step_s=0.05) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
     ):
         short = await client.responses.create(model="tiny", input="a", max_output_tokens=2, background=True)

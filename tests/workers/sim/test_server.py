@@ -20,7 +20,6 @@ import zmq.asyncio
 
 from store.hashing import HashScheme, chain
 from tests.ports import ports
-from workers.launch.tiny_model import make_tiny_model
 from workers.sim.engine import Rates
 from workers.sim.life import Spec
 from workers.sim.live import PullRates
@@ -120,11 +119,6 @@ class Running:
         ]
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
 @asynccontextmanager
 async def running(model: Path, pool: MemoryPool | None = None, **more: Any) -> AsyncIterator[Running]:
     spec = Spec(
@@ -152,8 +146,8 @@ async def running(model: Path, pool: MemoryPool | None = None, **more: Any) -> A
 
 
 @pytest.fixture
-async def worker(model: Path) -> AsyncIterator[Running]:
-    async with running(model) as it:
+async def worker(tiny_model: Path) -> AsyncIterator[Running]:
+    async with running(tiny_model) as it:
         yield it
 
 
@@ -208,11 +202,11 @@ async def test_the_openai_sdk_gets_text_streams_and_tool_calls(worker: Running) 
     await client.close()
 
 
-async def test_the_same_prompt_and_seed_give_the_same_answer(worker: Running, model: Path) -> None:
+async def test_the_same_prompt_and_seed_give_the_same_answer(worker: Running, tiny_model: Path) -> None:
     one, two = (await worker.chat()).json(), (await worker.chat()).json()
     assert one["choices"] == two["choices"]
     assert (await worker.chat(seed=7)).json()["choices"] != one["choices"]
-    async with running(model, seed=5) as other:
+    async with running(tiny_model, seed=5) as other:
         assert (await other.chat()).json()["choices"] != one["choices"]
 
 
@@ -249,11 +243,11 @@ async def test_a_full_cache_forgets_the_oldest_tail_first(worker: Running) -> No
     assert len(removed) == 5
 
 
-async def test_pool_blocks_are_announced_once_and_loaded_by_another(model: Path) -> None:
+async def test_pool_blocks_are_announced_once_and_loaded_by_another(tiny_model: Path) -> None:
     pool = MemoryPool()
     tokens = list(range(100, 200))
     keys = list(chain(tokens, SCHEME).keys)
-    async with running(model, pool) as one, running(model, pool) as two:
+    async with running(tiny_model, pool) as one, running(tiny_model, pool) as two:
         await one.ids(tokens)
         async with asyncio.timeout(5):
             while len(await one.events("BlockStored", "cpu")) < 3:
@@ -273,9 +267,9 @@ async def test_pool_blocks_are_announced_once_and_loaded_by_another(model: Path)
         assert usage["prompt_tokens"] == 164
 
 
-async def test_a_failed_load_is_computed(model: Path) -> None:
+async def test_a_failed_load_is_computed(tiny_model: Path) -> None:
     pool = MemoryPool()
-    async with running(model, pool) as one, running(model, pool) as two:
+    async with running(tiny_model, pool) as one, running(tiny_model, pool) as two:
         await one.ids(list(range(100, 200)))
         await one.idle()
         pool.broken = True
@@ -489,9 +483,9 @@ async def test_a_restart_is_another_life(worker: Running) -> None:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 async def test_a_restart_makes_no_stream_look_complete(
-    model: Path, path: str, caplog: pytest.LogCaptureFixture
+    tiny_model: Path, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(model, rates=replace(FAST, step_s=0.05)) as worker:
+    async with running(tiny_model, rates=replace(FAST, step_s=0.05)) as worker:
         got = b""
         body = {**HELLO, "max_tokens": 400, "stream": True}
         with contextlib.suppress(httpx.TransportError):
@@ -537,8 +531,8 @@ async def test_dropped_batches_are_missed_live_but_remembered(worker: Running) -
         assert len(await worker.batches()) == last + 1
 
 
-async def test_hundreds_of_streams_at_once(model: Path) -> None:
-    async with running(model, blocks=2000, rates=Rates(1e6, 0.05, 0.0001)) as worker:
+async def test_hundreds_of_streams_at_once(tiny_model: Path) -> None:
+    async with running(tiny_model, blocks=2000, rates=Rates(1e6, 0.05, 0.0001)) as worker:
         limits = httpx.Limits(max_connections=200)
         async with httpx.AsyncClient(base_url=worker.url, limits=limits, timeout=30.0) as http:
             body = {**HELLO, "max_tokens": 8, "ignore_eos": True, "stream": True}
