@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import time
 from collections.abc import Callable
+from email.utils import formatdate
 from typing import Any, Final, cast
 
 from uvicorn import Config
@@ -29,7 +31,7 @@ class Listener:
         )
         self._config.load()
         self._state: Final = ServerState()
-        self._state.default_headers = [(b"server", b"uvicorn")]
+        self._second = 0
         self._host: Final = host
         self._port: Final = port
         self._server: asyncio.Server | None = None
@@ -60,6 +62,14 @@ class Listener:
     def _protocol(self) -> asyncio.Protocol:
         return _Watched(self, self._config, self._state)
 
+    def look_at_clock(self) -> None:
+        """As vLLM's, answers tell the time."""
+        second = int(time.time())
+        if second != self._second:
+            self._second = second
+            date = formatdate(second, usegmt=True).encode()
+            self._state.default_headers = [(b"date", date), (b"server", b"uvicorn")]
+
     def accepted(self, transport: asyncio.Transport) -> None:
         self._transports[transport.get_extra_info("peername")[:2]] = transport
         if self.resetting:
@@ -79,6 +89,10 @@ class _Watched(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._listener.accepted(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._listener.look_at_clock()
+        super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._listener.lost(self.transport)

@@ -5,9 +5,11 @@ import base64
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
@@ -425,6 +427,13 @@ async def test_hang_stops_before_the_headers_or_in_a_stream_and_goes_on_or_not(w
     assert broken is None
     assert got.endswith(b"data: [DONE]\n\n")
     await worker.idle()
+
+
+async def test_answers_tell_the_time_as_real_ones_do(worker: Running) -> None:
+    answer = await worker.chat()
+    said = parsedate_to_datetime(answer.headers["date"]).timestamp()
+    assert -2 < said - time.time() < 1
+    assert answer.headers["server"] == "uvicorn"
 
 
 async def test_status_answers_for_the_engine(worker: Running) -> None:
