@@ -103,7 +103,10 @@ def test_a_full_pool_stores_less_and_says_so(shared: Shared) -> None:
     big = make(shared.master, block_bytes=1 << 20)
     stored = big.put(digests(*range(300, 400)))
     assert 10 < sum(stored) < 100
-    assert big.exists(digests(*range(300, 400))) == stored
+    # Above its high-water mark the master may have evicted some of them by now.
+    there = big.exists(digests(*range(300, 400)))
+    assert sum(there) > 10
+    assert not [number for number, (has, put) in enumerate(zip(there, stored, strict=True)) if has > put]
     big.clear()
     big.close()
 
