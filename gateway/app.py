@@ -28,6 +28,9 @@ from gateway.metrics import OTHER, Metrics, Snapshot, WorkerSample
 from gateway.prompts.layouts import Layouts
 from gateway.prompts.prompts import ModelPrompts
 from gateway.prompts.rendering import WorkerRenderer
+from gateway.proxy.accounts import Accounts
+from gateway.proxy.answers import Answers
+from gateway.proxy.patience import Patience
 from gateway.proxy.stored import StoredResponses
 from gateway.proxy.turns import TurnApp
 from gateway.public import build_public
@@ -186,12 +189,13 @@ class Gateway:
             ttl_s=settings.limits.stored_responses_s,
             api_key=settings.workers.api_key,
         )
+        learning = Learning(self.audit, self.knowledge, self.streams, self.metrics, self.pool)
+        patience = Patience()
         self._turns = TurnApp(
             router=router,
             transport=self.transport,
             fleet=self.fleet,
             metrics=self.metrics,
-            decisions=self.decisions,
             limits=settings.limits,
             timeouts=timeouts,
             worker_key=settings.workers.api_key,
@@ -202,10 +206,19 @@ class Gateway:
             aliases=aliases,
             responses=self.responses,
             bodies=Bodies(settings.prompt.cache_bytes // _BODIES_SHARE),
-            learning=Learning(self.audit, self.knowledge, self.streams, self.metrics, self.pool),
-            hot=self.resync.chains,
+            learning=learning,
+            patience=patience,
+            answers=Answers(
+                router=router,
+                fleet=self.fleet,
+                patience=patience,
+                responses=self.responses,
+                hot=self.resync.chains,
+                keep_alive_s=timeouts.keep_alive_s,
+            ),
+            accounts=Accounts(self.metrics, self.decisions, learning),
         )
-        self.fleet.listen(self._turns.patience.follow)
+        self.fleet.listen(patience.follow)
         drains = Drains(self.pool)
         self.fleet.listen(drains.follow)
         self._admin = build_admin(

@@ -7,8 +7,9 @@ import posixpath
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote
@@ -18,11 +19,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.errors import ApiError, Forbidden, NotFound, Unauthorized, send_error
 
 Caller = Literal["admin", "client", "anonymous"]
-RawHeaders = Iterable[tuple[bytes, bytes]]
+RawHeaders = Collection[tuple[bytes, bytes]]
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 # Headers a reverse proxy adds: with one of them the peer's address is not the caller's.
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
+_name_of = itemgetter(0)
 
 
 class BadKeysFile(ValueError):
@@ -118,6 +121,8 @@ class AdminToken:
 def credentials(headers: RawHeaders) -> list[bytes]:
     """What the caller shows, in `Authorization: Bearer` or `x-api-key`, both alike and repeated or not."""
     found: list[bytes] = []
+    if _CREDENTIALS.isdisjoint(map(bytes.lower, map(_name_of, headers))):
+        return found
     for name, value in headers:
         lowered = name.lower()
         if lowered == b"x-api-key":

@@ -18,6 +18,7 @@ from gateway.errors import PayloadTooLarge, RequestTimeout
 
 # Bytes up to which one copy is cheaper than one more buffer in a write.
 _SMALL = 1 << 14
+_OF_THE_CONNECTION = frozenset((b"content-length", b"transfer-encoding", b"connection"))
 
 
 class Cycle(RequestResponseCycle):
@@ -157,7 +158,9 @@ class Cycle(RequestResponseCycle):
         lines = [STATUS_LINE[status]]
         closes = False
         for name, value in headers:
-            if name == b"content-length":
+            if name not in _OF_THE_CONNECTION:
+                pass
+            elif name == b"content-length":
                 if self.chunked_encoding is None:
                     self.expected_content_length = int(value)
                     self.chunked_encoding = False

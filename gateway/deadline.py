@@ -4,7 +4,10 @@ Four of them stand on every turn's way: asyncio's, two coroutines each, took a t
 """
 
 import asyncio
+from contextlib import nullcontext
 from types import TracebackType
+
+_NEVER = nullcontext()
 
 
 class Deadline:
@@ -23,9 +26,9 @@ class Deadline:
         self._before = 0
 
     @classmethod
-    def after(cls, seconds: float) -> "Deadline":
+    def after(cls, seconds: float) -> "Deadline | nullcontext[None]":
         """So many seconds after it is entered, 0: never."""
-        return cls(None, seconds)
+        return cls(None, seconds) if seconds else _NEVER
 
     def __enter__(self) -> "Deadline":
         loop = asyncio.get_running_loop()

@@ -134,7 +134,7 @@ class Metrics:
             "ttft_seconds", "From the request to the answer's first byte.", _TTFT_SECONDS
         )
         self._upstream_errors = counter("upstream_errors", "Tries that a worker failed.", "worker", "class")
-        self._unrenderable = counter(
+        self._unrenderable = tally(
             "render_unsupported", "Prompts whose tokens could not be computed.", "model", "reason"
         )
         self._tokens_forwarded = counter("tokens_forwarded", "Turns sent with their token ids.", "api")
@@ -166,14 +166,18 @@ class Metrics:
     @_harmless
     def request(self, api: str, model: str, outcome: str) -> None:
         """A turn ended. `model` may be anything a client sent."""
-        self._requests.add(self._word("api", api), self._model(model), self._word("outcome", outcome))
+        model = self._model(model)
+        if not self._requests.again(api, model, outcome):
+            self._requests.add(self._word("api", api), model, self._word("outcome", outcome))
 
     @_harmless
     def decision(self, policy: str, action: str, reason: str, seconds: float) -> None:
-        word = self._word
-        named = word("policy", policy)
-        # To each policy its own: one whose reasons vary must not use up the others'.
-        self._decisions.add(named, word("action", action), word("reason " + named, reason))
+        # What was counted under these words may be.
+        if not self._decisions.again(policy, action, reason):
+            word = self._word
+            named = word("policy", policy)
+            # To each policy its own: one whose reasons vary must not use up the others'.
+            self._decisions.add(named, word("action", action), word("reason " + named, reason))
         self._decision_seconds.observe(seconds)
 
     @_harmless
@@ -183,9 +187,12 @@ class Metrics:
     @_harmless
     def prompt_tokens(self, *, local: int, pool: int, computed: int) -> None:
         """What the decision expects of its target: `pool` counts the tokens beyond `local`."""
-        for source, tokens in (("local", local), ("pool", pool), ("computed", computed)):
-            if tokens > 0:
-                self._prompt_tokens.add(source, by=tokens)
+        if local > 0:
+            self._prompt_tokens.add("local", by=local)
+        if pool > 0:
+            self._prompt_tokens.add("pool", by=pool)
+        if computed > 0:
+            self._prompt_tokens.add("computed", by=computed)
 
     @_harmless
     def cached_tokens(
@@ -238,7 +245,9 @@ class Metrics:
 
     @_harmless
     def unrenderable(self, model: str, reason: str) -> None:
-        self._unrenderable.labels(self._model(model), self._word("render", reason)).inc()
+        model = self._model(model)
+        if not self._unrenderable.again(model, reason):
+            self._unrenderable.add(model, self._word("render", reason))
 
     @_harmless
     def tokens_forwarded(self, api: str) -> None:

@@ -87,14 +87,16 @@ class Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        parser, scope = self.parser, cast(dict[str, Any], self.scope)
+        parser: Any = self.parser
+        scope: Any = self.scope
         scope["method"] = parser.get_method().decode("ascii")
         version = scope["http_version"] = parser.get_http_version()
         if parser.should_upgrade():
             return
         url = httptools.parse_url(self.url)
         scope["raw_path"] = url.path
-        scope["path"] = unquote(url.path.decode("ascii"))
+        path: str = url.path.decode("ascii")
+        scope["path"] = unquote(path) if "%" in path else path
         scope["query_string"] = url.query or b""
         cycle = self.cycle = Cycle(
             scope=self.scope,
@@ -112,14 +114,14 @@ class Protocol(HttpToolsProtocol):
         scope["extensions"] = {CLIENT: cycle}
         # A trailer is no header: it would come after all that was decided by them.
         self.headers = []
-        app = cast(Any, self).app
+        app = cast(ASGIApp, self.app)
         if self._is_answering():
-            self.pipeline.appendleft((cycle, app))
+            self.pipeline.appendleft((cycle, app))  # type: ignore[arg-type]
         else:
             self._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
-        cycle = cast(Cycle, self.cycle)
+        cycle: Any = self.cycle
         if self.parser.should_upgrade() or cycle.response_complete:
             return
         # Who reads a body decides how fast it comes; one that waits for its turn has nobody yet.

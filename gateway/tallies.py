@@ -23,6 +23,14 @@ class Tally(Collector):
     def add(self, *labels: str, by: float = 1) -> None:
         self._counts[labels] = self._counts.get(labels, 0.0) + by
 
+    def again(self, *labels: str) -> bool:
+        """As `add`, if these were counted before; else nothing, and False."""
+        count = self._counts.get(labels)
+        if count is None:
+            return False
+        self._counts[labels] = count + 1
+        return True
+
     def describe(self) -> Iterator[Metric]:
         name, text, labels = self._of
         yield CounterMetricFamily(name, text, labels=labels)

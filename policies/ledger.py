@@ -6,6 +6,7 @@ The same book is kept by the gateway, in real time, and by the replay, in virtua
 import math
 from bisect import bisect_left
 from collections.abc import Callable, KeysView, Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -316,7 +317,7 @@ class Ledger:
         self._alike: dict[str, Learner] = {}
         self._lasting: dict[str, _Lasting] = {}
         self._others: dict[str, _Others] = {}
-        self._touched: set[str] = set()
+        self._touched: Final[set[str]] = set()
 
     def load(self, target: str, now: float) -> Load:
         book, others = self._books.get(target), self._others.get(target, _NO_OTHERS)
@@ -347,7 +348,8 @@ class Ledger:
 
     def touched(self) -> set[str]:
         """Targets whose load is another than time alone has made it since this was asked last."""
-        found, self._touched = self._touched, set()
+        found = self._touched.copy()
+        self._touched.clear()
         return found
 
     def samples(self, target: str) -> int:
@@ -375,7 +377,7 @@ class Ledger:
             alike = self._alike.setdefault(group, Learner(self._prior))
             lasting = self._lasting.setdefault(group, _Lasting())
             book = self._books[chosen.target] = _Book(
-                alike, lasting, self._learns, lambda: self._touched.add(chosen.target)
+                alike, lasting, self._learns, partial(self._touched.add, chosen.target)
             )
             alike.share(sum(each.alike is alike for each in self._books.values()))
         known = turn.prompt_tokens > 0
@@ -389,7 +391,7 @@ class Ledger:
             and chosen.waiting <= chosen.inflight + 1
         )
         seconds = _seconds(work, book.rates(now))
-        last = max((ticket.done_by for ticket in book.queued), default=now)
+        last = max([ticket.done_by for ticket in book.queued]) if book.queued else now
         ticket = Ticket(
             book,
             work,

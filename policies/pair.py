@@ -1,12 +1,13 @@
 """Placing prefill and decode apart: a policy chooses where the prompt is computed, load who decodes it."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from msgspec.structs import replace as with_fields
 
 from policies.load import pick_least_loaded
 from policies.types import Candidate, Decision, Policy, Turn
+
+_WHOLE = frozenset(("both",))
 
 
 def placed(policy: Policy, turn: Turn, candidates: Sequence[Candidate]) -> Decision:
@@ -15,7 +16,7 @@ def placed(policy: Policy, turn: Turn, candidates: Sequence[Candidate]) -> Decis
     A target for prefill alone is out while nobody can decode; one for decode alone takes whole turns only
     where nobody else can.
     """
-    if all(c.role == "both" for c in candidates):
+    if {c.role for c in candidates} <= _WHOLE:
         return policy(turn, candidates)
     able = [c for c in candidates if not c.excluded]
     decoders = [c for c in able if c.role != "prefill"]
@@ -30,4 +31,4 @@ def placed(policy: Policy, turn: Turn, candidates: Sequence[Candidate]) -> Decis
     lightest = min(c.inflight / c.weight for c in decoders)
     # What a decoder holds it need not be sent; a turn more or less under way there is no reason to leave it.
     near = [c for c in decoders if c.local_tokens == longest and c.inflight / c.weight <= lightest + 1]
-    return replace(decision, decode=pick_least_loaded(near or decoders, turn.draw).target)
+    return with_fields(decision, decode=pick_least_loaded(near or decoders, turn.draw).target)

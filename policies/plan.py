@@ -1,7 +1,6 @@
 """A policy document put to work: for each turn the first rule that matches, its policy, within the guards."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Final
@@ -76,13 +75,13 @@ class Plan:
         decision = self._decided(policy, turn, weighed)
         if not turn.prompt_tokens:
             # What its target will do with a prompt that nobody knows can't be said.
-            decision = replace(decision, action="none")
+            decision = with_fields(decision, action="none")
         if shown is candidates and not short and not name:
             return decision
         weigh = decision.weigh
         if short and weigh is not None:
             weigh = partial(_as_weighed, weigh, short)
-        return replace(decision, candidates=tuple(shown), weigh=weigh, rule=name, guards=tuple(fired))
+        return with_fields(decision, candidates=tuple(shown), weigh=weigh, rule=name, guards=tuple(fired))
 
     def _decided(self, policy: Policy, turn: Turn, candidates: Sequence[Candidate]) -> Decision:
         """An installed policy's fault must not be a turn's, nor that of a fallback which is one, too."""
@@ -93,7 +92,7 @@ class Plan:
                 decision = placed(self._fallback, turn, candidates)
             except Exception:
                 decision = placed(least_loaded, turn, candidates)
-            return replace(decision, reason="the policy failed, fallback", fault=said(error))
+            return with_fields(decision, reason="the policy failed, fallback", fault=said(error))
 
 
 def _matches(match: Match, turn: Turn, facts: Facts) -> bool:

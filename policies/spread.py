@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from operator import attrgetter
 
 from policies.types import Candidate, Decision
 
 _MASK = (1 << 64) - 1
+_target = attrgetter("target")
 
 
 @lru_cache(maxsize=8192)
@@ -47,11 +49,7 @@ def seed_of(draw: float) -> int:
 
 def eligible(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates that may be chosen, in an order that does not depend on how they were given."""
-    return sorted((c for c in candidates if not c.excluded), key=_target)
-
-
-def _target(candidate: Candidate) -> str:
-    return candidate.target
+    return sorted([c for c in candidates if not c.excluded], key=_target)
 
 
 def unplaced(policy: str, candidates: Sequence[Candidate]) -> Decision:

@@ -1,7 +1,6 @@
 """The values policies read and return. Plain numbers only: no clock, no I/O, no project types."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -138,8 +137,7 @@ Unit = Literal["", "tokens", "s"]
 Weigh = Callable[[Candidate], Mapping[str, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """Target + action + why. `target` is None when no candidate may be chosen.
 
     action: what the target will do with the prompt, "none" where that is not known.
@@ -164,7 +162,10 @@ class Decision:
 
     @property
     def chosen(self) -> Candidate | None:
-        return next((c for c in self.candidates if c.target == self.target), None)
+        for candidate in self.candidates:
+            if candidate.target == self.target:
+                return candidate
+        return None
 
     @property
     def scored(self) -> tuple[Scored, ...]:

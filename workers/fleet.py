@@ -91,6 +91,8 @@ class Fleet:
         self._segments: dict[str, str] = {}
         self._listeners: list[FleetListener] = []
         self._workers: dict[str, Worker] = {}
+        # When any of them last came back.
+        self._last_back = clock()
         # Asked for several times a turn, and changed by probes and admin only.
         self._targets: Mapping[str, Target] = {}
         self._models: frozenset[str] = frozenset()
@@ -177,7 +179,7 @@ class Fleet:
         """While cordoned a worker gets no new turns. Raises UnknownWorker."""
         worker = self.get(name)
         if worker.cordoned and not cordoned:
-            worker.since = self._clock()
+            self._is_back(worker)
         worker.cordoned = cordoned
         return worker
 
@@ -189,7 +191,12 @@ class Fleet:
         if not self._ramp_s:
             return [1.0] * len(workers)
         now = self._clock()
+        if now - self._last_back >= self._ramp_s:
+            return [1.0] * len(workers)
         return [min(1.0, (now - worker.since) / self._ramp_s) for worker in workers]
+
+    def _is_back(self, worker: Worker) -> None:
+        worker.since = self._last_back = self._clock()
 
     def sent(self, worker: Worker) -> None:
         """A turn goes there."""
@@ -207,7 +214,7 @@ class Fleet:
     def answered(self, worker: Worker) -> None:
         """Its answer to a turn has begun well."""
         if worker.breaker.answered():
-            worker.since = self._clock()
+            self._is_back(worker)
             logger.info("worker %s answers again", worker.name)
 
     def weigh(self, name: str, weight: float) -> Worker:
@@ -266,7 +273,7 @@ class Fleet:
             self._registered()
         if worker.state != "up":
             logger.info("worker %s is up", worker.name)
-            worker.since = self._clock()
+            self._is_back(worker)
         worker.state, worker.reason, worker.misses, worker.missed = "up", "", 0, False
         if restarted:
             self._tell("restarted", worker)

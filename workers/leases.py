@@ -32,18 +32,22 @@ class LeaseBook:
         return self._loads.get(target) or TargetLoad()
 
     def take(self, target: str, uncached_tokens: int) -> "Lease":
-        load = self._loads.setdefault(target, TargetLoad())
-        for charged in (load, self.total):
-            charged.inflight += 1
-            charged.queued_tokens += uncached_tokens
+        load, total = self._loads.get(target), self.total
+        if load is None:
+            load = self._loads[target] = TargetLoad()
+        load.inflight += 1
+        load.queued_tokens += uncached_tokens
+        total.inflight += 1
+        total.queued_tokens += uncached_tokens
         return Lease(self, target, uncached_tokens)
 
     def settle(self, target: str, *, tokens: int, turns: int) -> None:
         """Return `tokens` and `turns` of `target`; a target without load is forgotten."""
-        load = self._loads[target]
-        for charged in (load, self.total):
-            charged.queued_tokens -= tokens
-            charged.inflight -= turns
+        load, total = self._loads[target], self.total
+        load.inflight -= turns
+        load.queued_tokens -= tokens
+        total.inflight -= turns
+        total.queued_tokens -= tokens
         self._drain.ended(self._clock(), turns=turns, tokens=tokens)
         assert load.queued_tokens >= 0
         assert load.inflight >= 0

@@ -236,11 +236,8 @@ def _placed(api: Api, rest: bytes, unknown: str = "invalid") -> ParsedTurn:
     )
 
 
-def _asks_for_report(vllm_xargs: Any) -> bool:
-    try:
-        return msgspec.convert(vllm_xargs, dict[str, Any]).get("kv_cache_report_mode") == "full"
-    except msgspec.ValidationError:
-        return False
+def _asks_for_report(vllm_xargs: object) -> bool:
+    return _item(vllm_xargs, "kv_cache_report_mode") == "full"
 
 
 def _why_unread(body: bytes) -> str:

@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 import msgspec
 
-from gateway.api.usage import parse_usage
+from gateway.api.usage import cached_tokens
 from gateway.knowledge.hot_chains import HotChain, HotChains
 from gateway.upstream.headers import for_worker
 from gateway.upstream.transport import Transport, UpstreamError
@@ -223,8 +223,7 @@ class Resync:
         if status != 200:
             logger.info("worker %s answered a probe with %d", worker.name, status)
             return "failed", 0
-        usage = parse_usage(content)
-        cached = None if usage is None or usage.cached_tokens is None else usage.cached_tokens
+        cached = cached_tokens(content)
         blocks = probe.blocks if cached is None else cached // chain.scheme.block_size
         # Where nothing was there, all of it comes as one run from the root, like a report.
         left = int(_EVENTS_S / _LOOK_S)

@@ -29,6 +29,13 @@ class Exchange:
     time at which the last piece before that was sent.
     """
 
+    started = False
+    finished = False
+    stalled = False
+    sent_at = 0.0
+    _watch: Callable[[], None] | None = None
+    _sending_since: float | None = None
+
     def __init__(self, scope: Scope, send: Send) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -36,13 +43,8 @@ class Exchange:
         self.query: bytes = scope.get("query_string", b"")
         self.headers: Headers = scope["headers"]
         self.client: str = (scope.get("client") or ("", 0))[0]
-        self.started = False
-        self.finished = False
-        self.stalled = False
-        self.sent_at = 0.0
+        self._first = dict(reversed(self.headers))
         self._loop = asyncio.get_running_loop()
-        self._watch: Callable[[], None] | None = None
-        self._sending_since: float | None = None
         self._client: Client = scope["extensions"][CLIENT]
         self._send = send
         given = self.header(b"x-request-id")
@@ -50,10 +52,7 @@ class Exchange:
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of the header `name` (lower case)."""
-        for key, value in self.headers:
-            if key == name:
-                return value
-        return None
+        return self._first.get(name)
 
     @property
     def target(self) -> bytes:

@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -11,6 +12,7 @@ from policies.types import Candidate
 from workers.fleet import Fleet
 from workers.worker import Worker
 
+_why = attrgetter("excluded")
 _IN_WORDS = {
     "elsewhere": "without the response it goes on from",
     "failed": "failed at this turn",
@@ -22,6 +24,8 @@ _IN_WORDS = {
 
 # Better than nobody.
 _DOUBTED = ("breaker", "missed")
+# What `why_not` says of who takes a turn where nobody else can.
+LAST_RESORTS = frozenset(("", *_DOUBTED))
 
 
 def why_not(fleet: Fleet, worker: Worker, model: str, failed: Collection[str], only: str = "") -> str:
@@ -52,6 +56,10 @@ class Room:
     requests: int = 0
     tokens: int = 0
 
+    @property
+    def endless(self) -> bool:
+        return not (self.requests or self.tokens)
+
     def has(self, uncached: int, *, inflight: int, queued_tokens: int) -> bool:
         """Whether a turn more fits. One larger than all the room there is fits where nothing waits."""
         if self.requests and inflight >= self.requests:
@@ -61,7 +69,7 @@ class Room:
 
 def within(room: Room, candidates: list[Candidate], prompt_tokens: int) -> list[Candidate]:
     """The candidates, those without `room` for the turn excluded as full."""
-    if room == Room():
+    if room.endless:
         return candidates
 
     def full(c: Candidate) -> bool:
@@ -71,6 +79,11 @@ def within(room: Room, candidates: list[Candidate], prompt_tokens: int) -> list[
     return [replace(c, excluded="full") if not c.excluded and full(c) else c for c in candidates]
 
 
+def can_take(candidates: Iterable[Candidate]) -> bool:
+    """Whether anybody may be chosen."""
+    return "" in map(_why, candidates)
+
+
 def eased(candidates: list[Candidate], ramps: Sequence[float]) -> list[Candidate]:
     """The candidates after the reasons that never cost a turn: they hold while anybody else can take it.
 
@@ -78,8 +91,10 @@ def eased(candidates: list[Candidate], ramps: Sequence[float]) -> list[Candidate
     of an ordinary load in `ramps`, same order, is below 1) has as much as it may have; turns whose prefix it
     holds go there all the same.
     """
-    if not any(not c.excluded for c in candidates):
+    if not can_take(candidates):
         return [replace(c, excluded="") if c.excluded in _DOUBTED else c for c in candidates]
+    if min(ramps) >= 1:
+        return candidates
     settled = [c.inflight for c, ramp in zip(candidates, ramps, strict=True) if ramp >= 1 and not c.excluded]
     if not settled or len(settled) == len(candidates):
         return candidates

@@ -16,7 +16,7 @@ from gateway.errors import NoWorker, Overloaded
 from gateway.knowledge.trust import Trusts
 from gateway.prompts.prompts import ModelPrompts, Understood
 from gateway.routing.charge import Charge
-from gateway.routing.eligibility import Room, eased, why_nobody, why_not, within
+from gateway.routing.eligibility import LAST_RESORTS, Room, can_take, eased, why_nobody, why_not, within
 from gateway.routing.watch import DecisionWatch
 from gateway.sessions.sessions import hint, says_it_ends
 from policies.candidates import EVERY_S, NOTHING, Prefix, Standing, candidate, pressure
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _ENDLESS = Room()
 _NO_POOL = PoolPrefix(blocks=0, known=False)
+_NOTHING_HELD = Held({}, {})
 # Workers are probed every second or so: by then one may have come up.
 _RETRY_AFTER_S = 2.0
 # vLLM publishes from a thread that competes with its engine and HTTP server: events of a prompt came up to
@@ -200,8 +201,10 @@ class Router:
         """
         started = time.perf_counter()
         understood = await self._prompts.understand(parsed, path, body)
-        pool, pool_seconds = await self._in_pool(understood)
-        held = await self._held(understood)
+        pool, pool_seconds, held = _NO_POOL, None, _NOTHING_HELD
+        if understood.prompt is not None:
+            pool, pool_seconds = await self._in_pool(understood)
+            held = await self._held(understood)
         seconds = time.perf_counter() - started
         draw = self._draws.random()
         named = hint(client.headers, parsed.session) or client.earlier
@@ -237,7 +240,7 @@ class Router:
         """Leading blocks of the prompt by target, those that it will announce in a moment with them."""
         prompt, scheme = understood.prompt, understood.scheme
         if prompt is None or scheme is None:
-            return Held({}, {})
+            return _NOTHING_HELD
         chain = prompt.chain
         await self._hear_out(chain.keys)
         limit = (prompt.size - 1) // scheme.block_size
@@ -249,7 +252,7 @@ class Router:
                 known |= {name: n for name, n in soon if name not in self._knowledge.contradicted}
         except Exception:
             self._unanswered("index")
-            return Held({}, {})
+            return _NOTHING_HELD
         return held
 
     def _unanswered(self, source: str) -> None:
@@ -339,10 +342,12 @@ class Router:
 
         The one place where a turn is turned away for want of room: a queue would wait around this call.
         """
-        leases, size = self._fleet.leases, sight.prompt_tokens
-        if not self._room.has(0, inflight=leases.total.inflight, queued_tokens=leases.total.queued_tokens):
+        turn, leases = sight.turn(self._number), self._fleet.leases
+        size = turn.prompt_tokens
+        if not self._room.endless and not self._room.has(
+            0, inflight=leases.total.inflight, queued_tokens=leases.total.queued_tokens
+        ):
             raise self._overloaded(size)
-        turn = sight.turn(self._number)
         candidates = self.candidates(sight, failed)
         plan, begun = self.plan, time.perf_counter()
         decision = plan.decide(turn, candidates, sight.facts)
@@ -354,8 +359,9 @@ class Router:
             raise NoWorker(why_nobody(decision.candidates, sight.model), retry_after_s=_RETRY_AFTER_S)
         target = self._fleet.target(decision.target)
         self._fleet.sent(target.worker)
-        lease = self._fleet.leases.take(target.name, max(0, sight.prompt_tokens - chosen.cached_tokens))
-        now = time.monotonic()
+        uncached = max(0, size - chosen.cached_tokens)
+        lease = leases.take(decision.target, uncached)
+        now, keys, prompt = time.monotonic(), sight.keys, sight.understood.prompt
         ticket = self._ledger.sent(
             turn,
             chosen,
@@ -363,20 +369,19 @@ class Router:
             group=sight.model,
             streams=sight.streams,
             guess=sight.guess,
-            keys=sight.keys,
+            keys=keys,
         )
-        prompt = sight.understood.prompt
         if sight.reports:
-            self._knowledge.asked_to_report(target.name, sight.keys)
+            self._knowledge.asked_to_report(target.name, keys)
         stay = self.sessions.placed(
             sight.session,
             sight.model,
-            sight.keys if prompt is not None and not prompt.partial else (),
-            target.name,
+            keys if prompt is not None and not prompt.partial else (),
+            decision.target,
             now,
-            tokens=sight.prompt_tokens,
-            uncached=max(0, sight.prompt_tokens - chosen.cached_tokens),
-            block_size=sight.block_size,
+            tokens=size,
+            uncached=uncached,
+            block_size=turn.block_size,
             last=sight.last,
         )
         self._number += 1
@@ -396,7 +401,12 @@ class Router:
         return replace(sight, pool=_NO_POOL)
 
     def can_place(self, sight: Sight, failed: Collection[str]) -> bool:
-        return any(not c.excluded for c in self.candidates(sight, failed))
+        if not self._room_each.endless:
+            return can_take(self.candidates(sight, failed))
+        return any(
+            why_not(self._fleet, target.worker, sight.model, failed, sight.only) in LAST_RESORTS
+            for target in self._fleet.targets()
+        )
 
     def candidates(self, sight: Sight, failed: Collection[str] = ()) -> list[Candidate]:
         """Every registered target as the policy is to see it."""
@@ -404,7 +414,8 @@ class Router:
         if now - self._full_at >= EVERY_S:
             self._full_at, self._full = now, self._fullness(now)
         targets = self._fleet.targets()
-        candidates = [self._candidate(target, sight, failed, now) for target in targets]
+        known = sight.reads_cache and sight.prompt_tokens > 0 and sight.block_size > 0
+        candidates = [self._candidate(target, sight, failed, now, known) for target in targets]
         candidates = within(self._room_each, candidates, sight.prompt_tokens)
         return eased(candidates, self._fleet.ramps([target.worker for target in targets]))
 
@@ -432,31 +443,33 @@ class Router:
             )
         return found
 
-    def _candidate(self, target: Target, sight: Sight, failed: Collection[str], now: float) -> Candidate:
-        worker, name = target.worker, target.name
+    def _candidate(
+        self, target: Target, sight: Sight, failed: Collection[str], now: float, known: bool
+    ) -> Candidate:
+        """known: something is, of what targets hold of the prompt."""
+        worker, name, session = target.worker, target.name, sight.session
+        report = worker.report
         capacity, pressed = self._full.get(name, (0, 0.0))
         return candidate(
             name,
             self._ledger.load(name, now),
             self._ledger.rates(name, now, sight.model),
             Standing(
-                worker.report.waiting,
-                worker.report.running,
+                report.waiting,
+                report.running,
                 capacity,
                 pressed,
                 worker.role,
                 target.rank,
                 worker.weight,
             ),
-            self._prefix(target, sight),
+            self._prefix(target, sight) if known else NOTHING,
             why_not(self._fleet, worker, sight.model, failed, sight.only),
-            sight.session.own(name, now),
+            session.own(name, now) if session.work else 0.0,
         )
 
     def _prefix(self, target: Target, sight: Sight) -> Prefix:
         size, block_size = sight.prompt_tokens, sight.block_size
-        if not (sight.reads_cache and size and block_size):
-            return NOTHING
         held = self._trusts.credit(target.name, sight.held)
         local = usable_tokens(held, block_size, size)
         pool = usable_tokens(sight.pool.blocks, block_size, size)

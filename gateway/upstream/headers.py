@@ -1,5 +1,7 @@
 """Which header lines cross the gateway, in both directions."""
 
+from operator import itemgetter
+
 from gateway.asgi import Headers
 
 # RFC 9110 section 7.6.1, plus the framing that each side writes for itself.
@@ -23,14 +25,15 @@ _NOT_FOR_WORKERS = (
 # What clients show to be let in, as rules of the policy name headers.
 CREDENTIALS = frozenset("authorization proxy-authorization x-api-key api-key cookie".split())
 _OWN_PREFIX = b"x-moongate-"
+_name_of = itemgetter(0)
 _NOT_FOR_CLIENTS = _HOP_BY_HOP | frozenset((b"x-request-id", b"server", b"date"))
 
 
 def _dropped(always: frozenset[bytes], headers: Headers) -> frozenset[bytes]:
     """With the names that a Connection line declares to be for this hop only."""
-    named = [value for name, value in headers if name == b"connection"]
-    if not named:
+    if b"connection" not in map(_name_of, headers):
         return always
+    named = [value for name, value in headers if name == b"connection"]
     return always.union(token.strip().lower() for value in named for token in value.split(b","))
 
 

@@ -1,0 +1,62 @@
+"""One turn on its way: what is known of it so far, and the tries it has had."""
+
+import asyncio
+import time
+
+import msgspec
+
+from gateway.api.parse import ParsedTurn
+from gateway.api.usage import AnswerTail
+from gateway.auth import NO_KEY, ClientKey
+from gateway.proxy.exchange import Exchange
+from gateway.routing.decisions import DecisionRecord
+from gateway.routing.router import Sight
+from gateway.sessions.divergence import PrefixReport
+from policies.recorded import OutcomeKind
+
+
+class TurnState(msgspec.Struct, eq=False):
+    """What is known of one turn so far; metrics and the decision log read it when the turn ends.
+
+    response_id: of the response that the answer is, "" if it is none or has not said.
+    stream: an event stream was begun that can take events and comments of ours; keeper sends the latter.
+    """
+
+    exchange: Exchange
+    debug: bool
+    key: ClientKey = NO_KEY
+    started: float = msgspec.field(default_factory=time.perf_counter)
+    parsed: ParsedTurn | None = None
+    alias: str = ""
+    sight: Sight | None = None
+    prefix: PrefixReport | None = None
+    record: DecisionRecord | None = None
+    first_byte: float | None = None
+    status: int = 0
+    outcome: OutcomeKind = "error"
+    tail: AnswerTail = msgspec.field(default_factory=AnswerTail)
+    response_id: str = ""
+    stream: bool = False
+    keeper: asyncio.Task[None] | None = None
+
+    def pass_on(self, chunk: bytes) -> bool:
+        """Give the client a piece of its answer; whether it can take another one."""
+        self.tail.feed(chunk)
+        return self.exchange.pass_on(chunk)
+
+    def ends(self) -> None:
+        """Nothing but the end of the answer is sent from now on."""
+        if self.keeper is not None:
+            self.keeper.cancel()
+
+
+class Tries(msgspec.Struct, eq=False):
+    """The tries of one turn. until: loop time at which the client's patience ends, None if it never does.
+
+    failed: workers not to be tried again. reset: those that reset a connection once, which is forgiven.
+    """
+
+    left: int
+    until: float | None
+    failed: set[str] = msgspec.field(default_factory=set[str])
+    reset: set[str] = msgspec.field(default_factory=set[str])
