@@ -32,8 +32,8 @@ def write(outcome: Outcome, path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # Identifiers in an SVG are random otherwise.
-    with rc_context({"svg.hashsalt": "moongate", "font.size": 9}):
+    # Identifiers in an SVG are random otherwise, and letters as outlines make it three times as large.
+    with rc_context({"svg.hashsalt": "moongate", "svg.fonttype": "none", "font.size": 9}):
         figure = Figure(figsize=(12, 8), layout="constrained")
         (ttft, e2e), (sources, traffic) = figure.subplots(2, 2)
         for axes, (title, lines) in zip((ttft, e2e), curves(outcome), strict=True):
@@ -60,7 +60,7 @@ def _sources(axes: Any, outcome: Outcome) -> None:
         axes.barh([name for name, _ in named], widths, left=left, label=label, color=colour)
         left = [at + width for at, width in zip(left, widths, strict=True)]
     axes.set(title="Where prompt tokens came from, percent", xlim=(0, 100))
-    axes.legend(loc="lower left")
+    _legend(axes)
 
 
 def _traffic(axes: Any, outcome: Outcome) -> None:
@@ -71,4 +71,9 @@ def _traffic(axes: Any, outcome: Outcome) -> None:
     axes.barh(names, pulled, label="pulled", color="#1b6ca8")
     axes.barh(names, put, left=pulled, label="put", color="#8e5ea2")
     axes.set(title="Over the network, TB")
-    axes.legend()
+    _legend(axes)
+
+
+def _legend(axes: Any) -> None:
+    """Below the bars, which may reach anywhere."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False)

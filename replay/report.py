@@ -17,8 +17,6 @@ _COLUMNS: Final = (
     "policy",
     "hit %",
     "local %",
-    "own %",
-    "remote %",
     "TTFT p50",
     "p90",
     "p99 s",
@@ -29,10 +27,15 @@ _COLUMNS: Final = (
     "moved %",
     "max/mean",
 )
+_LEGEND: Final = (
+    "hit: prompt tokens found cached; local: of these, in the instance's own HBM, private DRAM or segment;",
+    "network: pulled and put; moved: later turns that went elsewhere than the turn before;",
+    "max/mean: time that turns spent on the fullest instance over the mean.",
+)
 
 
 def table(outcome: Outcome) -> str:
-    """For a terminal. Hit shares are of prompt tokens."""
+    """For a terminal, with what its columns mean."""
     rows = [
         _COLUMNS,
         *(_row(name, each) for name, each in everybody(outcome)),
@@ -46,7 +49,7 @@ def table(outcome: Outcome) -> str:
         ).rstrip()
         for row in rows
     ]
-    return "\n".join([*_heading(outcome), "", *lines])
+    return "\n".join([*_heading(outcome), "", *lines, "", *_LEGEND])
 
 
 def document(outcome: Outcome) -> dict[str, Any]:
@@ -101,6 +104,7 @@ def page(outcome: Outcome) -> str:
     bound_cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in _bound_row(outcome))
     body += f"<tr>{bound_cells}</tr>"
     intro = "".join(f"<p>{html.escape(line)}</p>" for line in _heading(outcome))
+    legend = html.escape(" ".join(_LEGEND))
     figures = "".join(
         f"<figure><figcaption>{title}, by share of turns (logarithmic)</figcaption>{_curve(lines)}</figure>"
         for title, lines in curves(outcome)
@@ -115,7 +119,7 @@ def page(outcome: Outcome) -> str:
         "table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .6rem;text-align:right;"
         "border-bottom:1px solid #ddd}td:first-child,th:first-child,.sources td{text-align:left}"
         "figure{display:inline-block;margin:0 1rem 1rem 0}svg{background:#fafafa}</style>"
-        f"<h1>moongate replay</h1>{intro}<table><tr>{head}</tr>{body}</table>{figures}"
+        f"<h1>moongate replay</h1>{intro}<table><tr>{head}</tr>{body}</table><p>{legend}</p>{figures}"
         f"<h2>Profile</h2><table class=sources>{sources}</table>\n"
     )
 
@@ -167,9 +171,7 @@ def _row(name: str, each: Measures) -> tuple[str, ...]:
     return (
         name,
         f"{100 * each.hit_rate:.2f}",
-        f"{100 * each.local:.1f}",
-        f"{100 * (each.own_segment + each.dram):.1f}",
-        f"{100 * each.remote_pool:.1f}",
+        f"{100 * each.local_share:.1f}",
         f"{each.ttft_p50_s:.3f}",
         f"{each.ttft_p90_s:.3f}",
         f"{each.ttft_p99_s:.3f}",
@@ -189,8 +191,6 @@ def _bound_row(outcome: Outcome) -> tuple[str, ...]:
     return (
         BOUND,
         f"{100 * max(each.ideal_hit_rate for each in runs):.2f}",
-        "",
-        "",
         "",
         f"{min(each.bound_ttft_p50_s for each in runs):.3f}",
         f"{min(each.bound_ttft_p90_s for each in runs):.3f}",
