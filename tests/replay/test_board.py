@@ -18,8 +18,8 @@ def jobs(policy: Policy, placement: Placement | None, instances: int = 2 * MANY)
     profile = profiles.load("qwen3-32b-2xh100", {**SMALL, "hbm_tokens": 60_000})
     size = profile.blocks_of_tokens
     sessions = [
-        growing(f"s{n}", n, 1_024, [(2_048, 90), *[(900 + 31 * (n % 7), 60)] * 5], [2.0] * 6, size)
-        for n in range(3 * instances)
+        growing(f"s{n}", n, 1_024, [(2_048, 90), *[(900 + 31 * (n % 7), 60)] * 3], [2.0] * 4, size)
+        for n in range(2 * instances)
     ]
     failures = [Failure(at, 6.0) for at in (4.0, 9.0)]
     fleet, load = Fleet(profile, instances, placement), Load(2 * instances, ramp_s=5.0)

@@ -10,7 +10,7 @@ from gateway.app import Gateway
 from gateway.settings import load
 from store.events import BlockRemoved, BlockStored, EventBatch
 
-CHAINS, BLOCKS, EVENT, ROUNDS = 400, 500, 50, 5
+CHAINS, BLOCKS, EVENT, ROUNDS = 200, 500, 50, 4
 
 
 def rss() -> int:
@@ -22,7 +22,7 @@ def batch(event: BlockStored | BlockRemoved) -> EventBatch:
     return EventBatch(1.0, [event], 0)
 
 
-async def test_a_million_blocks_in_and_out_in_random_order_leave_rss_flat_and_every_gauge_at_zero() -> None:
+async def test_blocks_in_and_out_in_random_order_leave_rss_flat_and_every_gauge_at_zero() -> None:
     gateway = Gateway(load(None, QUICK, {}))
     workers = ("127.0.0.1:1", "127.0.0.1:2")
     for name in workers:
@@ -48,7 +48,8 @@ async def test_a_million_blocks_in_and_out_in_random_order_leave_rss_flat_and_ev
         resident.append(rss())
         assert knowledge.index.sizes() == {}
         assert knowledge.memory < 100_000, number
-    assert max(resident[2:]) - resident[1] < 8 << 20
+    # What a round leaves, 20 bytes a block or more, is there twice.
+    assert max(resident[2:]) - resident[1] < 4 << 20
     shown = gateway.metrics.exposition()[0].decode().splitlines()
     assert not [line for line in shown if line.startswith("moongate_index_blocks{")]
     (size,) = [line for line in shown if line.startswith("moongate_index_bytes ")]

@@ -15,14 +15,14 @@ from typing import Any
 import httpx
 
 from store.hashing import HashScheme
-from workers.launch.ports import free_ports
+from tests.ports import ports
 from workers.sim.engine import Rates
 from workers.sim.life import Spec
 from workers.sim.live import PullRates
 from workers.sim.server import Worker
 
 PROJECT = Path(__file__).parents[3]
-PORTS = free_ports(above=22_800)
+PORTS = ports(above=22_800)
 BLOCK = 32
 # Batches a worker can replay: more than happen while the gateway is away, fewer than happened before.
 REPLAYED = 130
