@@ -199,7 +199,7 @@ async def test_the_doctor_tells_which_workers_keep_too_few_windows(hybrids: Hybr
     assert "fail" not in found.values()
 
 
-async def test_after_500_random_turns_and_many_evictions_the_index_says_what_a_repeat_hits(
+async def test_after_300_random_turns_and_many_evictions_the_index_says_what_a_repeat_hits(
     hybrids: Hybrids,
 ) -> None:
     """Conversations that grow, fork and are forgotten, many times as much as the three caches hold."""
@@ -224,15 +224,15 @@ async def test_after_500_random_turns_and_many_evictions_the_index_says_what_a_r
             talks[number] = prompt + answer.json()["choices"][0]["token_ids"]
             served.append((fleet.worker(answer.headers["x-moongate-worker"]), prompt))
 
-    await asyncio.gather(*(turn() for _ in range(500)))
+    await asyncio.gather(*(turn() for _ in range(300)))
     for worker in fleet.workers:
         await hybrids.heard(worker)
     evicted = await fleet.metric("moongate_kv_events_total", kind="removed")
-    assert evicted > 5 * BLOCKS * len(fleet.workers)
+    assert evicted > 3 * BLOCKS * len(fleet.workers)
 
     lately = [[turn for turn in served if turn[0] is worker][-25:] for worker in fleet.workers]
     probes: list[tuple[Hit, int]] = []
-    for _ in range(100):
+    for _ in range(60):
         worker, prompt = draw.choice(draw.choice(lately))
         if draw.random() < 0.2:
             prompt = prompt[: draw.randrange(32, len(prompt))]

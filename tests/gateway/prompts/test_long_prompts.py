@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from peer import ADMIN, Connection, Peer, Received
+from tests.clock import unhindered
 
 METRICS = b'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
 CHARACTERS = 500_000
@@ -46,10 +47,10 @@ async def test_health_answers_within_50_ms_while_eight_long_prompts_are_tokenize
     await ask(json.dumps({"model": "m", "prompt": "x"}).encode())
     asked = [asyncio.create_task(ask(body)) for body in bodies]
     while not all(task.done() for task in asked):
-        began = time.perf_counter()
+        began = unhindered()
         async with gate.client.get(f"{gate.url}/health") as answer:
             assert answer.status == 200
-        waits.append(time.perf_counter() - began)
+        waits.append(unhindered() - began)
     found = [await task for task in asked]
     waits.sort()
     # On a busy machine the last ones may take too long, and are placed by load.

@@ -16,6 +16,7 @@ import pytest
 from conftest import Front
 
 from peer import Connection, Handler, Peer, Received
+from tests.clock import unhindered
 
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 FORM = b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
@@ -103,14 +104,14 @@ async def asking(gate: Front, *requests: bytes) -> AsyncIterator[list[asyncio.St
 
 async def quickest(gate: Front, sent: bytes, begun: Callable[[], bool], over: Callable[[], bool]) -> float:
     """Seconds from a client's leaving until its turn is over: of three clients, since machines are busy."""
-    loop, found = asyncio.get_running_loop(), []
+    found: list[float] = []
     for how in range(3):
         async with asking(gate, sent) as writers:
             await gate.until(begun)
-            at = loop.time()
+            at = unhindered()
             left(writers[0], how)
             await gate.until(over, budget_s=10)
-            found.append(loop.time() - at)
+            found.append(unhindered() - at)
     await gate.idle()
     return min(found)
 
@@ -166,15 +167,14 @@ async def tokenizing_front(peers, front, tiny_model: Path):
 
 async def test_b002_while_a_thread_tokenizes_its_prompt(tokenizing_front) -> None:
     gate, peer = tokenizing_front
-    loop = asyncio.get_running_loop()
     for api in PLACED_BY_PROMPT:
         for how in range(3):  # the machine may be busy
             async with asking(gate, request(api, long_text(api, how))) as writers:
                 await gate.until(tokenizing)
-                at = loop.time()
+                at = unhindered()
                 left(writers[0], how)
                 await gate.until(lambda: not turns())
-                took = loop.time() - at
+                took = unhindered() - at
             await gate.until(lambda: not tokenizing())
             if took < 0.1:
                 break
