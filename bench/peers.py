@@ -1,6 +1,6 @@
 """The same agent sessions through the gateway and through other routers, in front of one simulated fleet.
 
-    .venv/bin/python bench/peers.py [--quick] [--stock] [--only NAME ...]
+    .venv/bin/python bench/peers.py [--quick] [--stock] [--many-s SECONDS] [--only NAME ...]
 
 Four simulated workers with KV events and a Mooncake pool. Routers take turns, each with sessions that nobody
 has seen and with empty caches; then a worker is killed and comes back while sessions go on. Hit
@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import distributions
 from os import getloadavg
 from pathlib import Path
@@ -382,7 +382,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short round, under 60 s")
     parser.add_argument("--stock", action="store_true", help="workers that refuse /render")
     parser.add_argument("--only", nargs="*", default=[], help="names of routers, by their beginnings")
+    parser.add_argument(
+        "--many-s",
+        type=float,
+        help="seconds for 2,000 short sessions before memory is read (20)",
+    )
     args = parser.parse_args()
+    size = QUICK if args.quick else FULL
+    if args.many_s is not None:
+        size = replace(size, many=FULL.many, many_s=args.many_s)
     only: list[str] = args.only
     if missing := install_peers():
         print(f"without peers: {missing}")
@@ -393,7 +401,7 @@ def main() -> None:
     print(f"load of the machine before: {getloadavg()[0]:.1f}")
     print("versions:", ", ".join(f"{name} {version}" for name, version in sorted(versions.items())))
     with Targets(ROOT / ".moongate" / "logs" / "bench-peers") as targets:
-        bench = Bench(targets, QUICK if args.quick else FULL, stock=args.stock, only=only)
+        bench = Bench(targets, size, stock=args.stock, only=only)
         asyncio.run(bench.run())
         found = report(bench.rows)
     raw = ROOT / ".moongate" / "bench" / "peers.json"
