@@ -1,6 +1,7 @@
 """A real gateway on a real port in front of workers made of raw sockets."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -47,10 +48,15 @@ class Front:
         return int(self.url.rsplit(":", 1)[1])
 
     async def until(self, condition: Callable[[], bool], budget_s: float = 20.0) -> None:
-        """Wait until an observable condition holds."""
-        async with asyncio.timeout(budget_s):
-            while not condition():
-                await asyncio.sleep(0.002)
+        """Wait until an observable condition holds; if it does not, say what is under way."""
+        try:
+            async with asyncio.timeout(budget_s):
+                while not condition():
+                    await asyncio.sleep(0.002)
+        except TimeoutError:
+            running = Counter(getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
+            held = self.gateway.fleet.leases.total_inflight()
+            pytest.fail(f"not within {budget_s:g} s; {held} leases are held, tasks: {dict(running)}")
 
     async def idle(self) -> None:
         """Wait until no lease is held."""

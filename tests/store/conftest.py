@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from store.pool import PoolView
+from store.streams import EventStreams
+from tests.store.following import Rig, Watched
+from tests.store.kv_publisher import free_port
 from tests.store.pools import LAYOUT, PORTS, recovered, viewing
 from workers.launch.mooncake import MooncakeMaster
 from workers.sim.pool import SimPool
@@ -62,3 +65,15 @@ async def rpc_view(master: MooncakeMaster, workers: tuple[SimPool, SimPool]) -> 
 def either(request: pytest.FixtureRequest) -> PoolView:
     """What both ways to look must agree on."""
     return request.getfixturevalue("view" if request.param == "http" else "rpc_view")
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    sink = Watched()
+    streams = EventStreams(sink, proof_interval_s=0.2, replay_silence_s=0.5)
+    await streams.start()
+    rig = Rig(sink, streams, free_port(), free_port())
+    yield rig
+    await streams.close()
+    for publisher in rig.alive:
+        publisher.close()
