@@ -120,7 +120,7 @@ class Gateway:
             WorkerRenderer(settings.workers.api_key),
             self.metrics.parity_check,
             self.knowledge.scheme,
-            self.layouts,
+            self.layouts if self.pool is not None else None,
         )
         self.breaks = PrefixBreaks(
             self.prompts, self.metrics.prefix_break, self.metrics.prefix_report_dropped

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, repeat
+from struct import Struct
 from typing import Final, Literal, TypeAlias, overload
 
 import numpy as np
@@ -28,6 +29,7 @@ HashAlgo: TypeAlias = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.uint32]
 
 _KEY_BYTES: Final = 8
+_read_key: Final = Struct(">Q").unpack_from
 _KEY_MASK: Final = (1 << 64) - 1
 # Python pickles an int below 2**31 in the 5-byte form, larger ones in another; no vocabulary comes near.
 _MAX_TOKEN: Final = (1 << 31) - 1
@@ -101,10 +103,10 @@ class Keys(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | Keys:
         if isinstance(index, slice):
             return Keys(_cut(self._packed, self._width, index), self._width)
-        if not -self._length <= index < self._length:
+        place = index + self._length if index < 0 else index
+        if not 0 <= place < self._length:
             raise IndexError(index)
-        end = (index % self._length + 1) * self._width
-        return int.from_bytes(self._packed[end - _KEY_BYTES : end], "big")
+        return _read_key(self._packed, (place + 1) * self._width - _KEY_BYTES)[0]
 
     def __iter__(self) -> Iterator[int]:
         per_digest = self._width // _KEY_BYTES

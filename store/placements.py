@@ -4,13 +4,15 @@ Nothing here is proven. Every placement ends by itself after a while; by then ev
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 # A prefill of 100,000 tokens takes a few seconds; its events come chunk by chunk meanwhile.
 TTL_S: Final = 10.0
 # Newest placements kept of each target: an extension looks at all of them, 1 us each.
 PER_TARGET: Final = 32
+
+_Placement = tuple[float, Sequence[int], bool]
 
 
 class Placements:
@@ -19,7 +21,7 @@ class Placements:
     def __init__(self, ttl_s: float = TTL_S, per_target: int = PER_TARGET) -> None:
         self._ttl = ttl_s
         self._per_target = per_target
-        self._placed: dict[str, deque[tuple[float, Sequence[int], bool]]] = {}
+        self._placed: dict[str, deque[_Placement]] = {}
 
     def place(self, target: str, keys: Sequence[int], now: float, *, whole: bool = False) -> None:
         """`target` is going to hold the blocks of `keys`, a chain from the root. Keeps a reference to it.
@@ -44,11 +46,7 @@ class Placements:
                 del self._placed[target]
                 continue
             known = held.get(target, 0)
-            blocks = known
-            for _, other, whole in placed:
-                common = _common(keys, other, blocks)
-                if not whole or common == len(other):
-                    blocks = common
+            blocks = _reached(keys, placed, known)
             if blocks > known:
                 extended[target] = blocks
         return extended
@@ -58,12 +56,25 @@ class Placements:
         return sum(map(len, self._placed.values()))
 
 
-def _common(keys: Sequence[int], other: Sequence[int], known: int) -> int:
-    """How many leading keys both chains share if more than `known`, else `known`."""
-    end = min(len(keys), len(other))
-    if known >= end or keys[known] != other[known]:
-        return known
-    low, high = known + 1, end
+def _reached(keys: Sequence[int], placed: Iterable[_Placement], known: int) -> int:
+    """Leading blocks of `keys` that are among `known` or placed."""
+    blocks, length = known, len(keys)
+    # Of most chains this one key says that they do not go on as this one does.
+    key = keys[blocks] if blocks < length else None
+    for _, other, whole in placed:
+        if blocks >= length:
+            break
+        if blocks < len(other) and other[blocks] == key:
+            common = _common(keys, other, blocks + 1)
+            if not whole or common == len(other):
+                blocks = common
+                key = keys[blocks] if blocks < length else None
+    return blocks
+
+
+def _common(keys: Sequence[int], other: Sequence[int], least: int) -> int:
+    """How many leading keys both chains share, which are `least` or more."""
+    low, high = least, min(len(keys), len(other))
     while low < high:
         middle = (low + high + 1) // 2
         if keys[middle - 1] == other[middle - 1]:

@@ -115,7 +115,9 @@ class Target:
 
     worker: Worker
     rank: int | None
+    # Asked for a dozen times a turn.
+    name: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.worker.name if self.rank is None else f"{self.worker.name}@{self.rank}"
+    def __post_init__(self) -> None:
+        name = self.worker.name if self.rank is None else f"{self.worker.name}@{self.rank}"
+        object.__setattr__(self, "name", name)

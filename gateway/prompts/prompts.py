@@ -60,11 +60,13 @@ class ModelPrompts:
         renderer: WorkerRenderer,
         counted: Callable[[str, str, Result], None],
         shown: Callable[[str], HashScheme | None],
-        layouts: Layouts,
+        layouts: Layouts | None,
     ) -> None:
         """looked_at: false where settings say that turns are placed without their prompts.
 
-        `counted` gets every parity check's model, API and result; `shown`: how a target's events hash."""
+        `counted` gets every parity check's model, API and result; `shown`: how a target's events hash;
+        `layouts`: of blocks in the pool, None without one.
+        """
         self._fleet = fleet
         self._models = models
         self._shown = shown
@@ -157,7 +159,8 @@ class ModelPrompts:
             logger.exception("prompt of a turn for model %s failed", parsed.model)
             return Understood(unknown="failed")
         unknown = "multimodal" if prompt.partial else ""
-        return Understood(prompt, scheme, self._layouts.of(worker, card), unknown)
+        layout = None if self._layouts is None else self._layouts.of(worker, card)
+        return Understood(prompt, scheme, layout, unknown)
 
     async def local_tokens(self, worker: Worker, parsed: ParsedTurn) -> Ids | None:
         """The ids made here for `parsed`, None if they can't be."""

@@ -136,7 +136,7 @@ class TurnApp:
         if sight.pool_seconds is not None:
             self._metrics.pool_lookup(sight.pool_seconds)
         if sight.understood.prompt is not None:
-            turn.prefix = self._breaks.follow(exchange.request_id, parsed, sight, exchange.headers)
+            turn.prefix = self._breaks.follow(exchange.request_id, parsed, sight)
         patience = self._timeouts.first_byte_s
         now = asyncio.get_running_loop().time()
         tries = Tries(self._limits.tries, now + patience if patience else None)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.api.parse import ParsedTurn
@@ -50,12 +50,10 @@ class PrefixBreaks:
         self._waiting: deque[tuple[_Case, PrefixReport]] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    def follow(
-        self, request_id: str, parsed: ParsedTurn, sight: Sight, headers: Sequence[tuple[bytes, bytes]]
-    ) -> PrefixReport | None:
+    def follow(self, request_id: str, parsed: ParsedTurn, sight: Sight) -> PrefixReport | None:
         """Remember the turn's prompt. If it departs from its session's last: a report, filled in later."""
         try:
-            seen = _seen(request_id, parsed, sight, headers)
+            seen = _seen(request_id, parsed, sight, sight.named)
             departure = None if seen is None else self._sessions.follow(seen)
         except Exception:
             logger.exception("a turn's session was not followed")
@@ -74,7 +72,7 @@ class PrefixBreaks:
 
     async def explain(self, parsed: ParsedTurn, sight: Sight) -> PrefixReport | None:
         """The report of a turn that is not one: it is not remembered, and not counted."""
-        seen = _seen("", parsed, sight, ())
+        seen = _seen("", parsed, sight, hint((), parsed.session))
         departure = None if seen is None else self._sessions.find(seen)
         case = None if departure is None else _case(departure, parsed, sight)
         return None if case is None else PrefixReport(await self._examined(case))
@@ -111,14 +109,12 @@ class PrefixBreaks:
             return None
 
 
-def _seen(
-    request_id: str, parsed: ParsedTurn, sight: Sight, headers: Sequence[tuple[bytes, bytes]]
-) -> Seen | None:
+def _seen(request_id: str, parsed: ParsedTurn, sight: Sight, session: str) -> Seen | None:
+    """session: as its client calls it, "" if by nothing."""
     prompt, scheme = sight.understood.prompt, sight.understood.scheme
     if prompt is None or prompt.partial or scheme is None or parsed.prompt is None:
         return None
-    session, keys = hint(headers, parsed.session), prompt.chain.keys
-    request = parsed.prompt
+    request, keys = parsed.prompt, prompt.chain.keys
     tools = None if isinstance(request, TextPrompt | TokensPrompt) else request.tools
     found = names(parsed.model, scheme.block_size, session, request, keys)
     return Seen(

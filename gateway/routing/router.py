@@ -60,7 +60,8 @@ class Sight(msgspec.Struct, frozen=True):
     reads_cache: whether the engine looks for cached blocks at all for this request.
     reports: whether it announces what it finds once more.
     held: leading blocks per target. pool: leading blocks readable from the pool.
-    session: the one it belongs to. last: its client says that none comes after it.
+    session: the one it belongs to. named: what its client calls it, "" if by nothing. last: its client says
+    that no turn of it comes after this one.
     streams: whether tokens come one by one.
     guess: tokens that a prompt which is not known is taken to have. facts: what rules of the policy go by.
     draw: this turn's number for ties. seconds: how long it took to find all this out; pool_seconds: of these
@@ -82,6 +83,7 @@ class Sight(msgspec.Struct, frozen=True):
     guess: int = 0
     facts: Facts = NO_FACTS
     reports: bool = False
+    named: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -207,7 +209,7 @@ class Router:
             held = await self._held(understood)
         seconds = time.perf_counter() - started
         draw = self._draws.random()
-        named = hint(client.headers, parsed.session) or client.earlier
+        named = hint(client.headers, parsed.session)
         # A prompt of which only the beginning is known says nothing of where a session has got to.
         whole = understood.prompt is not None and not understood.prompt.partial and parsed.reads_cache
         keys = understood.prompt.chain.keys if whole and understood.prompt is not None else ()
@@ -221,7 +223,7 @@ class Router:
             seconds,
             pool_seconds,
             only,
-            self._session(named, parsed.model, keys, bool(client.earlier)),
+            self._session(named or client.earlier, parsed.model, keys, bool(client.earlier)),
             says_it_ends(client.headers),
             parsed.stream,
             len(body) // _BYTES_PER_TOKEN,
@@ -234,6 +236,7 @@ class Router:
                 client.key,
             ),
             parsed.reports,
+            named,
         )
 
     async def _held(self, understood: Understood) -> Held:
@@ -247,7 +250,7 @@ class Router:
         try:
             held = self._knowledge.match(chain.keys, limit=limit)
             now, keys = time.monotonic(), chain.keys if limit >= len(chain) else chain.keys[:limit]
-            for known in (held.blocks, held.certain):
+            for known in (held.blocks,) if held.certain is held.blocks else (held.blocks, held.certain):
                 soon = self._computed.extend(keys, known, now).items()
                 known |= {name: n for name, n in soon if name not in self._knowledge.contradicted}
         except Exception:

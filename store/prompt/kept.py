@@ -23,7 +23,7 @@ class Kept(dict[str, Any]):
         self.size: Final = size
         self.number: Final = next(self._numbers)
         self.form = ""
-        self.made: object = None
+        self.made: Any = None
 
 
 def once(given: Any, form: str, make: Callable[[Any], T]) -> T:
