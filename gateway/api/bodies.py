@@ -27,6 +27,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 _WORTHWHILE: Final = 16_384
 # Longer ones than any conversation: taking them apart would cost four times what reading them does.
 _LARGEST: Final = 16 << 20
+# Taken apart by `rest`, whoever sent them: nobody has counted their parts.
+_LARGEST_UNCOUNTED: Final = 1 << 19
 # A body is looked for among this many, 0.1 us each.
 _MOST: Final = 512
 # The last messages may be written in another way once others follow (cache_control moves on, for one): bodies
@@ -59,6 +61,17 @@ class _Lists(msgspec.Struct):
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     input: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     tools: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Unread(msgspec.Struct):
+    """A body of whose prompt nothing is wanted."""
+
+    messages: list[msgspec.Raw] = []
+    input: list[msgspec.Raw] = []
+    tools: list[msgspec.Raw] | None = None
+
+
+_NOTHING: Final = Kept({}, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +141,18 @@ class Bodies:
         self._keep(found)
         return found.read
 
+    def rest(self, body: bytes, name: ListField) -> bytes:
+        """`body` without its long lists, as `read` has it, for who wants nothing of them.
+
+        `body` itself where it is read in less time than it takes to look for it, or is another case.
+        """
+        if not self._max_bytes or not _WORTHWHILE <= len(body) <= _LARGEST_UNCOUNTED:
+            return body
+        try:
+            return self.read(body, _Unread, name).rest
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return body
+
     def _closest(self, body: bytes, kind: type[Any]) -> tuple[_Body | None, int]:
         """The body that this one goes on from, and how many leading bytes they share."""
         alike = (each for each in reversed(self._bodies.values()) if each.resembles(body, kind))
@@ -180,7 +205,7 @@ def _read(body: bytes, kind: type[T], name: ListField, known: _Body | None, shar
         # They are not, if something else was taken for them: of two of a name the last one counts.
         if getattr(prompt, name) or (tools.objects and cast(_WithTools, prompt).tools):
             return None
-        fresh = [Kept(msgspec.json.decode(raw, type=dict[str, Any]), len(raw)) for raw in raws]
+        fresh = [_NOTHING] * len(raws) if kind is _Unread else [_kept(raw) for raw in raws]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     items = [*items, *fresh]
@@ -198,6 +223,10 @@ def _read(body: bytes, kind: type[T], name: ListField, known: _Body | None, shar
     return _Body(body, start, items, ends, marked, mark, tools, Read(prompt, rest))
 
 
+def _kept(raw: msgspec.Raw) -> Kept:
+    return Kept(msgspec.json.decode(raw, type=dict[str, Any]), len(raw))
+
+
 def _tools(given: msgspec.Raw | msgspec.UnsetType, known: _Body | None) -> _Tools:
     if isinstance(given, msgspec.UnsetType):
         return _Tools()
@@ -208,7 +237,7 @@ def _tools(given: msgspec.Raw | msgspec.UnsetType, known: _Body | None) -> _Tool
         each = msgspec.json.decode(raw, type=list[msgspec.Raw])
         if len(each) > _MOST_ITEMS:
             return _Tools()
-        return _Tools(raw, [Kept(msgspec.json.decode(tool, type=dict[str, Any]), len(tool)) for tool in each])
+        return _Tools(raw, [_kept(tool) for tool in each])
     except msgspec.ValidationError:
         return _Tools()
 

@@ -202,10 +202,14 @@ def parse(
                 "send the body uncompressed", headers={"accept-encoding": "identity"}
             )
         try:
-            unread = _why_unread(body) if prompts else "off"
+            bodies = bodies or Bodies(0)
+            if not prompts:
+                name = _LISTS.get(path)
+                return _placed(API_OF[path], bodies.rest(body, name) if name else body, "off")
+            unread = _why_unread(body)
             if unread:
                 return _placed(API_OF[path], body, unread)
-            return reader(body, bodies or Bodies(0))
+            return reader(body, bodies)
         except errors.InvalidRequest as error:
             if error.message == _NO_JSON and _is_another_kind(content_type, body):
                 raise errors.UnsupportedMedia("send the body as application/json") from None
@@ -425,6 +429,11 @@ API_OF: Mapping[str, Api] = {
     "/v1/completions": "completions",
     "/v1/messages": "messages",
     "/v1/responses": "responses",
+}
+_LISTS: Mapping[str, ListField] = {
+    "/v1/chat/completions": "messages",
+    "/v1/messages": "messages",
+    "/v1/responses": "input",
 }
 _READERS: Mapping[str, Callable[[bytes, Bodies], ParsedTurn]] = {
     "/v1/chat/completions": _chat,

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.api.bodies import Bodies
 from gateway.api.parse import parse
+from gateway.errors import ApiError
 from store.prompt.request import ChatPrompt, MessagesPrompt, ResponsesPrompt
 
 FILLER = "A long text, as they are. " * 400
@@ -101,6 +102,31 @@ def test_a_body_is_read_as_if_it_were_the_only_one(found: list[bytes], room: int
     for body in found:
         alike(bodies, body)
         assert 0 <= bodies.bytes <= room
+
+
+def placed(body: bytes, bodies: Bodies) -> object:
+    try:
+        return parse("POST", "/v1/chat/completions", body, bodies=bodies, prompts=False)
+    except ApiError as error:
+        return error.status, str(error)
+
+
+@settings(max_examples=100, deadline=None)
+@given(found=conversations())
+def test_one_whose_prompt_nobody_reads_is_placed_as_if_it_were_the_only_one(found: list[bytes]) -> None:
+    bodies = Bodies(64 << 20)
+    for body in found:
+        assert placed(body, bodies) == placed(body, Bodies(0))
+
+
+def test_b085_of_a_conversation_whose_prompts_nobody_reads_the_rest_is_read_all_the_same() -> None:
+    bodies = Bodies(1 << 20)
+    history = [user(str(number)) for number in range(20)]
+    for body in (chat(history), chat([*history, user("x")], session_id="s")):
+        assert len(bodies.rest(body, "messages")) < 100
+    body = chat([*history, user("y")], kv_transfer_params={"remote_host": "x"})
+    assert placed(body, bodies) == (400, "kv_transfer_params is not for clients")
+    assert placed(chat([*history, user("y")])[:-1], bodies) == (400, "the body is not valid JSON")
 
 
 def test_what_was_there_before_is_the_same_object_and_only_that() -> None:
