@@ -38,6 +38,8 @@ _FIRST_TOKENS: Final = 2048
 _BLIND_TOKENS: Final = 512
 # A worker that takes longer computes, or pulls: the request is cut off, and the engine drops it.
 _ANSWER_S: Final = 2.0
+# Of one token.
+_ANSWER_BYTES: Final = 1 << 20
 # Events come up to 0.2 s after the answer (see `router`), from a busy machine later.
 _EVENTS_S: Final = 1.0
 _LOOK_S: Final = 0.01
@@ -263,4 +265,6 @@ class Resync:
             content = b""
             while chunk := await response.read():
                 content += chunk
+                if len(content) > _ANSWER_BYTES:
+                    raise UpstreamError("protocol")
         return response.status, content

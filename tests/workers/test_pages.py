@@ -1,6 +1,8 @@
 """Questions that the gateway asks by itself, of a worker or a master whose answer never ends."""
 
 import asyncio
+import gzip
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
@@ -10,7 +12,7 @@ import pytest_asyncio
 from gateway.prompts.rendering import NotRendered, WorkerRenderer
 from store.mooncake_http import MasterAway, MooncakeHttp
 from workers.fleet import Fleet
-from workers.pages import PageTooLong, read_page
+from workers.pages import CodedPage, PageTooLong, read_page
 from workers.probe import Probe
 
 MB = 1 << 20
@@ -67,6 +69,30 @@ async def test_a_page_ends_at_its_limit_of_bytes_and_of_seconds(endless) -> None
         async with asyncio.timeout(10):
             await fast.left.wait()
             await slow.left.wait()
+
+
+async def test_b098_what_unpacks_without_end_is_not_unpacked() -> None:
+    packed = gzip.compress(gzip.compress(bytes(256 * MB), 1), 9)
+    asked: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        head = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip, gzip\r\ncontent-length: %d\r\n\r\n"
+        writer.write(head % len(packed) + packed)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    tracemalloc.start()
+    async with httpx.AsyncClient() as client:
+        with pytest.raises(CodedPage):
+            await read_page(client, "GET", url, timeout_s=60.0, limit=3 * MB)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    server.close()
+    assert b"accept-encoding: identity" in asked[0].lower()
+    assert most < 16 * MB
 
 
 async def test_b098_a_probe_of_an_endless_worker_ends_and_the_worker_is_down(endless) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ class Engine:
         self.held: set[int] = set()
         self.knows_mode = True
         self.hangs = False
+        self.endless = False
         self.evicts = False  # all, after every turn that hit all
         self.probes: list[int] = []  # blocks asked for
         self.cut = 0
+        self.sent = 0  # MiB of an answer without end
 
     async def answer(self, received: Received, connection: Connection) -> None:
         body = json.loads(received.body)
@@ -53,6 +56,13 @@ class Engine:
             if self.hangs:
                 await connection.gone.wait()
                 self.cut += 1
+                return
+            if self.endless:
+                await connection.start_stream("application/json")
+                with suppress(ConnectionError):
+                    for _ in range(64):
+                        await connection.chunk(bytes(1 << 20))
+                        self.sent += 1
                 return
             assert (body["max_tokens"], len(tokens) % BLOCK) == (1, 1)
             if self.knows_mode and hit:
@@ -210,6 +220,22 @@ async def test_a_worker_that_does_not_answer_in_time_is_cut_off_and_not_asked_fo
         await gate.until(lambda: engine.cut == 1)
         await quiet(gate, engine)
         await turn(gate, prompt(20))
+
+
+async def test_b098_the_answer_to_a_probe_is_not_read_without_end(
+    site: Site, front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resync, "_ANSWER_S", 20)
+    engine, peer, target, start = site
+    engine.endless = True
+    with publishing(lambda: start(2)) as publisher:
+        with_a_past(engine, publisher, prompt(20))
+        gate = await front(peer, env=PROBING)
+        await gate.until(state(gate, target)("degraded"))
+        await turn(gate, prompt(20))
+        await probed(gate, target, failed=1)
+        await gate.until(lambda: not peer.open)
+    assert engine.sent < 32
 
 
 async def test_of_chains_that_nothing_speaks_for_a_few_beginnings_are_asked_for(site: Site, front) -> None:
