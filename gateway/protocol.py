@@ -26,6 +26,9 @@ class Protocol(HttpToolsProtocol):
     """Answers in our shape what is no HTTP, and:
 
     * a request's head has a limit in bytes and, from its first byte on, in time (`head_s`, 0: none);
+    * so have trailers and all that frames a body, which nothing else counts;
+    * an idle connection ends after a while whatever comes that begins no request, and whatever the client
+      left unread of its last answer;
     * a client's leaving is noticed whatever it sent before: uvicorn stops reading behind a request that
       waits, and behind more than 64 KiB of a body. What is read ahead has a limit (`ahead_bytes`, 0: none):
       a client that sends more behind a request that is being answered is cut off;
@@ -38,9 +41,12 @@ class Protocol(HttpToolsProtocol):
         self._head_s = head_s
         self._ahead_bytes = ahead_bytes
         self._in_head = False
+        self._in_body = False
+        # Since the head began, or since the last of the body.
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
         self._answered: Cycle | None = None
+        self._unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -56,8 +62,7 @@ class Protocol(HttpToolsProtocol):
         self._tell_that_it_is_gone()
 
     def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
-        began_before = self._in_head
+        self._head_bytes += len(data)
         try:
             while data:
                 try:
@@ -73,8 +78,9 @@ class Protocol(HttpToolsProtocol):
             return
         if not self._in_head:
             self._stop_head_timer()
+            if self._in_body and self._head_bytes > _HEAD_BYTES:
+                self._refuse(errors.HeadTooLarge(f"more than {_HEAD_BYTES} bytes without any of the body"))
             return
-        self._head_bytes += len(data) if began_before else 0
         if self._head_bytes > _HEAD_BYTES:
             self._refuse(errors.HeadTooLarge(f"the request's head is larger than {_HEAD_BYTES} bytes"))
         elif self._head_timer is None and self._head_s and not self._is_answering():
@@ -82,8 +88,14 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._unset_keepalive_if_required()
         self._in_head = True
         self._head_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # A trailer is no header: it would come after all that was decided by them.
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -112,8 +124,8 @@ class Protocol(HttpToolsProtocol):
             on_response=self.on_response_complete,
         )
         scope["extensions"] = {CLIENT: cycle}
-        # A trailer is no header: it would come after all that was decided by them.
-        self.headers = []
+        self._in_body = True
+        self._head_bytes = 0
         app = cast(ASGIApp, self.app)
         if self._is_answering():
             self.pipeline.appendleft((cycle, app))  # type: ignore[arg-type]
@@ -121,6 +133,7 @@ class Protocol(HttpToolsProtocol):
             self._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
         cycle: Any = self.cycle
         if self.parser.should_upgrade() or cycle.response_complete:
             return
@@ -130,6 +143,7 @@ class Protocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self._in_body = False
         if not self.parser.should_upgrade():
             # Also behind a body whose end came with more than its reader had room for.
             self.flow.resume_reading()
@@ -139,8 +153,31 @@ class Protocol(HttpToolsProtocol):
         return True
 
     def _start_asgi_task(self, cycle: Cycle, app: ASGIApp) -> None:  # type: ignore[override]
+        self._unset_keepalive_if_required()
+        self._unread = 0
         self._answered = cycle
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._look_later_at_what_is_unread()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Also where the client has not read all: a closing connection waits for that, for ever."""
+        unread = self.transport.get_write_buffer_size()
+        if unread and unread != self._unread:
+            self._unread = unread
+            self._look_later_at_what_is_unread()
+        elif unread:
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _look_later_at_what_is_unread(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
 
     def _is_too_far_ahead(self) -> bool:
         if not self.pipeline:
@@ -192,6 +229,8 @@ class Protocol(HttpToolsProtocol):
             self.transport.write(b"\r\n".join([*head, b"connection: close", b"", content]))
         self._tell_that_it_is_gone()
         self.transport.close()
+        self._unset_keepalive_if_required()
+        self._look_later_at_what_is_unread()
 
     def _tell_that_it_is_gone(self) -> None:
         """uvicorn tells the last request only, not one before it that is being answered."""

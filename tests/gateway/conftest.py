@@ -64,7 +64,7 @@ class Front:
 
 
 @asynccontextmanager
-async def serving(settings: Settings) -> AsyncIterator[Front]:
+async def serving(settings: Settings, keep_alive_s: int = 5) -> AsyncIterator[Front]:
     gateway = Gateway(settings)
     server = uvicorn.Server(
         uvicorn.Config(
@@ -74,6 +74,7 @@ async def serving(settings: Settings) -> AsyncIterator[Front]:
             http=speaking(settings),
             log_level="warning",
             lifespan="on",
+            timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=2,
         )
     )
@@ -112,10 +113,10 @@ async def front() -> AsyncIterator[Callable[..., Awaitable[Front]]]:
     """Start a gateway: `await front(peer, peer, env={...})`; all peers are up on return."""
     async with AsyncExitStack() as stack:
 
-        async def start(*workers: Peer, env: dict[str, str] | None = None) -> Front:
+        async def start(*workers: Peer, env: dict[str, str] | None = None, keep_alive_s: int = 5) -> Front:
             flags = {"workers.urls": [w.url for w in workers], "admin.token": "admin-token"}
             settings = load(None, {**QUICK, **(env or {})}, flags)
-            entered = await stack.enter_async_context(serving(settings))
+            entered = await stack.enter_async_context(serving(settings, keep_alive_s))
             await entered.until(lambda: all(w.state == "up" for w in entered.gateway.fleet.workers()))
             return entered
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import socket
+from contextlib import suppress
 
 import pytest
 
@@ -280,3 +282,95 @@ async def test_trailers_are_no_headers_and_end_at_this_hop(connect) -> None:
         assert received.body == CHAT
         assert received.header("x-t") == received.header("authorization") == received.header("trailer") == []
     await gate.idle()
+
+
+@pytest.mark.parametrize("more", [b"x-t: " + b"y" * 1000 + b"\r\n", b"y" * 1000, b"y: z\r\n"])
+@pytest.mark.parametrize("begin", [b"2\r\n{}\r\n0\r\n", b"2;"])
+async def test_b098_trailers_and_chunk_extensions_without_end_are_cut_off(connect, begin, more) -> None:
+    if begin == b"2;":
+        more = more.replace(b"\r\n", b"").replace(b": ", b"")
+    elif b":" not in more:
+        begin += b"x-t: "
+    gate, peer, opened = await connect()
+    client = await opened()
+    client.writer.write(post(framing="transfer-encoding: chunked") + begin)
+
+    async def go_on() -> None:
+        for _ in range(64):
+            client.writer.write(more * ((1 << 20) // len(more)))
+            await client.writer.drain()
+
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(go_on(), 20)
+    assert peer.received == []
+    await gate.idle()
+
+
+BEHIND = {
+    "a line break": (b"", b"\r\n"),
+    "a line break behind an answer": (b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n"),
+    "a piece of a body nobody wants": (b"PUT /no HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n", b"x"),
+    "all of one": (b"PUT /no HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\n\r\n", b"x"),
+}
+
+
+@pytest.mark.parametrize("case", BEHIND)
+async def test_b035_what_begins_no_request_keeps_no_connection_open(peers, front, case: str) -> None:
+    gate = await front(await peers(say_length), keep_alive_s=1)
+    first, later = BEHIND[case]
+    reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
+    writer.write(first)
+    if first:
+        await reader.readuntil(b"}}" if b"/no " in first else b"}")
+    writer.write(later)
+    assert await asyncio.wait_for(reader.read(), 10) == b""
+    writer.close()
+
+
+async def test_a_turn_longer_than_an_idle_connection_may_be_ends_well(peers, front) -> None:
+    """Whether its request came whole, or its head in two pieces with the end of another answer between."""
+    answering, go = asyncio.Event(), asyncio.Event()
+
+    async def slow(request: Received, connection: Connection) -> None:
+        answering.set()
+        await (asyncio.sleep(1.5) if go.is_set() else go.wait())
+        await connection.answer(200, b"{}")
+
+    gate = await front(await peers(slow), keep_alive_s=1)
+    client = Client(*await asyncio.open_connection("127.0.0.1", gate.port))
+    client.writer.write(post() + post()[:20])
+    await answering.wait()
+    go.set()
+    assert (await client.answer())[0] == 200
+    client.writer.write(post()[20:])
+    assert (await client.answer())[0] == 200
+    client.writer.write(post())
+    assert (await client.answer())[0] == 200
+    client.writer.close()
+
+
+@pytest.mark.parametrize("line", [(), ("connection: close",)])
+async def test_b098_an_answer_whose_end_nobody_reads_is_given_up(peers, front, line) -> None:
+    async def large(_: Received, connection: Connection) -> None:
+        await connection.answer(200, b"x" * (8 << 20))
+
+    peer = await peers(large)
+    gate = await front(peer, keep_alive_s=1)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, ("127.0.0.1", gate.port))
+        await loop.sock_sendall(client, post(*line))
+        # As much as makes the gateway write the end of it, which it keeps then.
+        while gate.gateway.fleet.leases.total_inflight() or not peer.received:
+            with suppress(BlockingIOError):
+                client.recv(1 << 14)
+            await asyncio.sleep(0)
+
+        async def wait() -> None:
+            while client.send(b"\r\n"):
+                await asyncio.sleep(0.05)
+
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(wait(), 10)
