@@ -123,6 +123,11 @@ class Exchange:
         """Whether `send` would wait."""
         return self._client.full
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether a piece waits until the client read."""
+        return self._sending_since is not None
+
     def _expects_reading(self) -> None:
         """The next piece waits until the client read, if it has to."""
         if self._client.full:

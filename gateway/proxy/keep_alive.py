@@ -22,6 +22,9 @@ async def keep_alive(exchange: Exchange, tail: AnswerTail, every_s: float) -> No
         await asyncio.sleep(wait_s)
         wait_s = exchange.sent_at + every_s - loop.time()
         if wait_s <= 0:
-            if not tail.total or tail.content().endswith(_EVENT_ENDS):
+            # One that waited for the client to read would come in between whatever is written then.
+            if not (exchange.full or exchange.is_sending) and (
+                not tail.total or tail.content().endswith(_EVENT_ENDS)
+            ):
                 await exchange.send(_COMMENT)
             wait_s = every_s

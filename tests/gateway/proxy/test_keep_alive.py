@@ -6,7 +6,12 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from test_cycle import made
 
+from gateway.api.usage import AnswerTail
+from gateway.asgi import CLIENT
+from gateway.proxy.exchange import Exchange
+from gateway.proxy.keep_alive import keep_alive
 from peer import Connection, Received
 
 CHAT = b'{"model":"m","stream":true,"messages":[{"role":"user","content":"hi"}]}'
@@ -164,3 +169,31 @@ async def test_b031_the_openai_and_anthropic_sdks_take_them(peers, front) -> Non
     ):
         assert [text async for text in events.text_stream] == ["a"]
         assert (await events.get_final_message()).stop_reason == "end_turn"
+
+
+async def test_b031_none_waits_for_a_client_to_read_and_then_comes_within_an_event() -> None:
+    cycle, wire = made()
+    exchange = Exchange(
+        {**cycle.scope, "path": PATH, "headers": [], "extensions": {CLIENT: cycle}}, cycle.send
+    )
+    tail, pieces = AnswerTail(), [b"data: 1\n\n", b"data", b": 2\n\n"]
+    await exchange.start(200, [], alone=True)
+    cycle.flow.pause_writing()
+
+    async def forward() -> None:
+        for piece in pieces[:2]:
+            tail.feed(piece)
+            await exchange.send(piece)
+
+    forwarding = asyncio.create_task(forward())
+    await asyncio.sleep(0)
+    keeper = asyncio.create_task(keep_alive(exchange, tail, 0.01))
+    # It had its chance, while the first piece waited to be read.
+    await asyncio.sleep(0.05)
+    cycle.flow.resume_writing()
+    await forwarding
+    await asyncio.sleep(0.05)
+    tail.feed(pieces[2])
+    await exchange.send(pieces[2])
+    keeper.cancel()
+    assert b"".join(wire.writes[1:]).replace(b"\r\n", b"").count(COMMENT) == 0
