@@ -34,6 +34,7 @@ class Cycle(RequestResponseCycle):
         self._waits_for_all = False
         self._came = 0.0
         self._head = b""
+        self._until_close = False
         self._on_gone: Callable[[], None] | None = None
 
     # What the connection says.
@@ -174,8 +175,11 @@ class Cycle(RequestResponseCycle):
         if not self.keep_alive and not closes:
             lines.append(b"connection: close\r\n")
         if self.chunked_encoding is None and self.scope["method"] != "HEAD" and status not in (204, 304):
-            self.chunked_encoding = True
-            lines.append(b"transfer-encoding: chunked\r\n")
+            # A client older than chunks takes the end of the connection for that of the body.
+            self.chunked_encoding = self.scope["http_version"] != "1.0"
+            self._until_close = not self.chunked_encoding
+            if self.chunked_encoding:
+                lines.append(b"transfer-encoding: chunked\r\n")
         lines.append(b"\r\n")
         head = b"".join(lines)
         if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines) or b"\0" in head:
@@ -192,6 +196,8 @@ class Cycle(RequestResponseCycle):
         elif self.chunked_encoding:
             end = b"" if more else b"0\r\n\r\n"
             parts = (head, b"%x\r\n" % len(body), body, b"\r\n" + end) if body else (head, end)
+        elif self._until_close:
+            parts = (head, body)
         else:
             self.expected_content_length -= len(body)
             if self.expected_content_length < 0:

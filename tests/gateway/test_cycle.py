@@ -40,10 +40,12 @@ class Wire(asyncio.Transport):
         self.reading = True
 
 
-def made(method: str = "POST", *, keep_alive: bool = True, asks_first: bool = False) -> tuple[Cycle, Wire]:
+def made(
+    method: str = "POST", *, keep_alive: bool = True, asks_first: bool = False, version: str = "1.1"
+) -> tuple[Cycle, Wire]:
     wire, log = Wire(), logging.getLogger()
     cycle = Cycle(
-        scope={"type": "http", "method": method},
+        scope={"type": "http", "method": method, "http_version": version},
         transport=wire,
         flow=FlowControl(wire),
         logger=log,
@@ -100,6 +102,16 @@ async def test_pieces_without_a_length_are_framed_and_the_head_of_a_stream_goes_
     assert wire.writes[1:] == [b"%x\r\n%b\r\n" % (size, body)]
     await cycle.send(piece(body))
     assert wire.writes[2:] == [b"%x\r\n%b\r\n0\r\n\r\n" % (size, body)]
+    assert wire.closed
+
+
+async def test_b028_a_client_older_than_chunks_gets_none() -> None:
+    cycle, wire = made(keep_alive=False, version="1.0")
+    await cycle.send(start(follows=False))
+    cycle.write(b"{")
+    assert not wire.closed
+    await cycle.send(piece(b"}"))
+    assert b"".join(wire.writes) == b"HTTP/1.1 200 OK\r\ndate: now\r\nconnection: close\r\n\r\n{}"
     assert wire.closed
 
 
