@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -55,6 +56,9 @@ def parse_metrics(text: str) -> EngineReport:
     for name, labels, value in _SAMPLE.findall(text):
         if name == "vllm:cache_config_info":
             config = dict(_LABEL.findall(labels))
+        elif not math.isfinite(float(value)):
+            # As good as no sample; a load that is no number would compare with none.
+            continue
         elif name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "process_start_time_seconds"):
             sums[name] = sums.get(name, 0.0) + float(value)
         elif name == "vllm:kv_cache_usage_perc":

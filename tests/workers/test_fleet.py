@@ -141,6 +141,10 @@ def test_metrics_are_summed_over_engines_and_unknown_lines_do_no_harm() -> None:
         "garbage {{{\n"
     )
     assert parse_metrics(page) == EngineReport(5.0, 1.0, 0.5, 1.76e9, 32, "sha256_cbor")
+    odd = "".join(
+        f'vllm:num_requests_waiting{{engine="{n}"}} {n}\n' for n in ("NaN", "+Inf", "-Inf", "1e400")
+    )
+    assert parse_metrics(odd + page) == parse_metrics(page)
     assert parse_metrics("") == EngineReport()
 
 
