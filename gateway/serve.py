@@ -24,6 +24,8 @@ from gateway.settings import Settings
 # the SDKs' own HTTP client gives up an idle connection after 5 s, load balancers mostly after 60 s.
 _KEEP_ALIVE_S = 75
 _BACKLOG = 2048
+# uvicorn takes whole seconds only, which infinity is not.
+_LONGEST_DRAIN_S = 1e9
 # Listening sockets, event streams, probes, the pool, logs.
 _OWN_DESCRIPTORS = 64
 _FEW_TURNS = 1000
@@ -160,7 +162,7 @@ def run(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=math.ceil(settings.timeouts.drain_s),
+        timeout_graceful_shutdown=math.ceil(min(settings.timeouts.drain_s, _LONGEST_DRAIN_S)),
     )
     _spare_the_collector()
     print(

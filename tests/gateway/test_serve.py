@@ -42,7 +42,8 @@ async def app(scope, receive, send):
         await asyncio.sleep(60)
     await send({"type": "http.response.body", "body": str(scope["server"][1]).encode()})
 
-drain = {"timeouts.drain_s": 5, "timeouts.drain_delay_s": 0}
+drain_s = float("inf") if "patient" in sys.argv else 5
+drain = {"timeouts.drain_s": drain_s, "timeouts.drain_delay_s": 0}
 settings = load(None, {}, {"server.port": 0, "admin.port": int(sys.argv[1]), **drain})
 configure_logging("debug")
 with listening(settings) as sockets:
@@ -84,8 +85,9 @@ async def test_admin_gets_its_own_socket_and_the_server_does_not_name_itself() -
             assert "server" not in answer.headers
 
 
-async def test_b083_a_stream_under_way_ends_before_the_server_does() -> None:
-    async with serving("0") as (process, urls), httpx.AsyncClient() as http:
+@pytest.mark.parametrize("words", [(), ("patient",)])
+async def test_b083_a_stream_under_way_ends_before_the_server_does(words: tuple[str, ...]) -> None:
+    async with serving("0", *words) as (process, urls), httpx.AsyncClient() as http:
         async with http.stream("GET", urls[0] + "/slow") as answer:
             chunks = answer.aiter_text()
             assert await anext(chunks) == "begun "
