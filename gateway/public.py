@@ -11,6 +11,9 @@ from gateway.health import Readiness
 from gateway.metrics import Metrics
 from workers.fleet import Fleet
 
+# Load balancers look with HEAD.
+_READ = ["GET", "HEAD"]
+
 
 def build_public(
     fleet: Fleet, metrics: Metrics, readiness: Callable[[], Readiness], aliases: Aliases
@@ -19,26 +22,26 @@ def build_public(
     app = FastAPI(title="Moongate", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(app)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=_READ)
     async def ready(response: Response) -> dict[str, Any]:
         now = readiness()
         response.status_code = 200 if now.ready else 503
         return {"ready": now.ready, "reasons": now.reasons}
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=_READ)
     async def page(request: Request) -> Response:
         content, kind = metrics.exposition(request.headers.get("accept", ""))
         return Response(content, headers={"content-type": kind})
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=_READ)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": list(model_entries(fleet, aliases).values())}
 
-    @app.get("/v1/models/{model:path}")
+    @app.api_route("/v1/models/{model:path}", methods=_READ)
     async def model(model: str) -> dict[str, Any]:
         entries = model_entries(fleet, aliases)
         if model not in entries:
@@ -50,10 +53,10 @@ def build_public(
 
 
 def model_entries(fleet: Fleet, aliases: Aliases) -> dict[str, dict[str, Any]]:
-    """The union of what workers that are up serve, each entry as its worker wrote it, and its aliases."""
+    """The union of what workers that can take turns serve, each entry as its worker wrote it, and aliases."""
     entries: dict[str, dict[str, Any]] = {}
     for worker in fleet.workers():
-        if worker.state == "up":
+        if worker.state == "up" or worker.missed:
             for card in worker.models:
                 entries.setdefault(card.id, dict(card.entry))
     return entries | dict(aliases.entries(entries))

@@ -148,9 +148,14 @@ class Connections:
             return [origin.host]
         loop = asyncio.get_running_loop()
         if loop.time() >= origin.until:
-            async with asyncio.timeout(self._connect_s or None):
-                found = await loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
-            origin.addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
+            try:
+                async with asyncio.timeout(self._connect_s or None):
+                    found = await loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
+                origin.addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
+            except OSError:
+                # Name servers are away more often than workers move.
+                if not origin.addresses:
+                    raise
             origin.until = loop.time() + _ADDRESSES_S
         return origin.addresses
 

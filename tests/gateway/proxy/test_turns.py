@@ -325,6 +325,10 @@ async def test_b080_models_are_the_union_of_what_is_up_with_all_fields(peers, fr
         assert (await answer.json())["id"] == "n"
     async with gate.client.get(f"{gate.url}/v1/models/z") as answer:
         assert (answer.status, (await answer.json())["error"]["code"]) == (404, "model_not_found")
+    for path in ("/health", "/ready", "/metrics", "/v1/models", "/v1/models/n"):
+        async with gate.client.head(gate.url + path) as answer:
+            assert (answer.status, await answer.read()) == (200, b"")
+            assert int(answer.headers["content-length"]) > 0
     for model, peer in (("m", one), ("n", two)):
         async with gate.client.post(f"{gate.url}/v1/chat/completions", data=body(model=model)) as answer:
             assert answer.status == 200

@@ -250,6 +250,25 @@ async def test_a_name_with_several_addresses_is_tried_at_all_of_them(transport, 
         assert worker.connections == 1
 
 
+async def test_while_a_name_can_not_be_looked_up_its_last_addresses_hold(transport, monkeypatch) -> None:
+    monkeypatch.setattr("gateway.upstream.connections._ADDRESSES_S", 0.0)
+    async with playing(answering) as (_, url):
+        port = int(url.rsplit(":", 1)[1])
+        answers: list[list[object]] = [[(0, 0, 0, "", ("127.0.0.1", port))]]
+
+        async def away(*_: object, **__: object) -> list[object]:
+            if answers:
+                return answers.pop()
+            raise socket.gaierror(socket.EAI_AGAIN, "no name server")
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", away)
+        held = [await post(transport, f"http://worker.example:{port}") for _ in range(3)]
+        assert [await said(answer) for answer in held] == [(200, b"ok")] * 3
+        with pytest.raises(UpstreamError) as raised:
+            await post(transport, f"http://another.example:{port}")
+        assert raised.value.kind == "connect"
+
+
 async def test_cancelled_turns_close_their_connections_at_once(transport) -> None:
     asked = asyncio.Event()
 
