@@ -90,6 +90,8 @@ class Peer:
             ).encode(),
         }
         self.silent = False
+        self.renders = True
+        """Whether `handler` sees what asks for prompts' tokens; else that is refused, as stock vLLM does."""
         self.received: list[Received] = []
         self.open: set[Connection] = set()
         self._server: asyncio.Server | None = None
@@ -129,6 +131,9 @@ class Peer:
                         await asyncio.sleep(3600)
                     page = self.pages.get(request.target)
                     await Connection(reader, writer).answer(404 if page is None else 200, page or b"")
+                    continue
+                if not self.renders and request.target.endswith("/render"):
+                    await Connection(reader, writer).answer(403, b"")
                     continue
                 self.received.append(request)
                 connection = Connection(reader, writer, reader.gone)

@@ -35,14 +35,8 @@ class Rig:
     http: aiohttp.ClientSession
 
     def serve(self, handler) -> None:
-        async def turns(request: Received, connection: Connection) -> None:
-            if request.target.endswith("/render"):
-                await connection.answer(403, b"")
-            else:
-                await handler(request, connection)
-
         for peer in self.peers:
-            peer.handler = turns
+            peer.handler = handler
             peer.received.clear()
 
     def status(self, name: str) -> float:
@@ -91,6 +85,7 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     peers = [await Peer(nothing).start() for _ in range(4)]
     card = {"id": "m", "root": model, "max_model_len": 200_000}
     for peer in peers:
+        peer.renders = False
         peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [card]}).encode()
         peer.pages["/metrics"] = (
             b'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'

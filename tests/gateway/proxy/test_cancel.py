@@ -154,6 +154,7 @@ def turns() -> int:
 async def tokenizing_front(peers, front, tiny_model: Path):
     """A gateway that makes prompts itself, in one thread, and its worker."""
     peer: Peer = await peers(before_headers)
+    peer.renders = False
     card = {"id": "m", "root": str(tiny_model), "max_model_len": 1 << 20}
     peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [card]}).encode()
     peer.pages["/metrics"] = METRICS
