@@ -60,6 +60,7 @@ class Life:
         self._spec: Final = spec
         self._vocabulary: Final = vocabulary
         self._opened: Final[dict[Stream, float]] = {}
+        self.closed = False
         self.responses: Final = ResponseStore()
         self.publisher: Final = KvPublisher(
             spec.host, spec.events_port, spec.replay_port, buffer_steps=spec.buffer_steps
@@ -88,6 +89,9 @@ class Life:
 
     def close(self) -> None:
         """All turns are lost, the event ports are free."""
+        if self.closed:
+            return
+        self.closed = True
         self.responses.close()
         self.live.close()
         self.publisher.close()

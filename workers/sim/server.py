@@ -40,6 +40,8 @@ class Worker:
         self._faults = Faults()
         self._listener: Final = Listener(self, spec.host, spec.port)
         self._control: Final = Listener(self, spec.host, spec.control_port) if spec.control_port else None
+        # One change of faults at a time, and of each what takes its time after the answer.
+        self._changing: Final = asyncio.Lock()
         self._switching: asyncio.Task[None] | None = None
         self._life: Life
         self._endpoints: Endpoints
@@ -52,8 +54,7 @@ class Worker:
         await self._listener.open()
 
     async def close(self) -> None:
-        if self._switching is not None:
-            self._switching.cancel()
+        await self._stop_switching()
         for listener in (self._listener, self._control):
             if listener is not None:
                 listener.close()
@@ -150,17 +151,24 @@ class Worker:
                 await exchange.answer(404, b'{"detail":"Not Found"}')
 
     async def _apply(self, faults: Faults) -> None:
-        self._life.live.slow(faults.slow)
-        self._life.publisher.drop = faults.drop_events
+        async with self._changing:
+            await self._stop_switching()
+            if self._life.closed:
+                self._begin_life()
+            self._life.live.slow(faults.slow)
+            self._life.publisher.drop = faults.drop_events
+            self._listener.resetting = False
+            await self._listener.open()
+            if faults.refuse is not None:
+                self._switching = asyncio.create_task(self._refuse(faults.refuse))
+            elif faults.restart is not None:
+                self._switching = asyncio.create_task(self._restart(faults.restart))
+
+    async def _stop_switching(self) -> None:
         if self._switching is not None:
             self._switching.cancel()
+            await asyncio.wait([self._switching])
             self._switching = None
-        self._listener.resetting = False
-        await self._listener.open()
-        if faults.refuse is not None:
-            self._switching = asyncio.create_task(self._refuse(faults.refuse))
-        elif faults.restart is not None:
-            self._switching = asyncio.create_task(self._restart(faults.restart))
 
     async def _refuse(self, fault: Refuse) -> None:
         if fault.how == "close":

@@ -490,6 +490,18 @@ async def test_a_restart_is_another_life(worker: Running) -> None:
     assert len(await worker.batches()) == 1
 
 
+async def test_other_faults_end_a_restart_or_a_refusal_that_is_under_way(worker: Running) -> None:
+    for fault in ({"restart": {"down_s": 60}}, {"refuse": {"seconds": 60}}, {"restart": {"down_s": 60}}):
+        await worker.faults(**fault)
+        async with asyncio.timeout(10):
+            while await served(worker):
+                await asyncio.sleep(0.005)
+        for _ in range(3):
+            await asyncio.gather(*(worker.faults(slow=1 + number) for number in range(3)))
+        assert (await worker.chat()).status_code == 200
+    await worker.faults()
+
+
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 async def test_a_restart_makes_no_stream_look_complete(
     tiny_model: Path, path: str, caplog: pytest.LogCaptureFixture
