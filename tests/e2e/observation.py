@@ -87,10 +87,16 @@ def _answer(answer: httpx.Response) -> tuple[Any, Any]:
         chunks = [msgspec.json.decode(line) for line in lines if line != "[DONE]"]
         usage = next((found for chunk in reversed(chunks) if (found := _usage(chunk))), None)
         shapes: list[Any] = []
+        finished = False
         for chunk in chunks:
-            if (shape := shape_of(chunk)) not in shapes:
+            shape = shape_of(chunk)
+            # A busy engine sends the last text and its end as one.
+            for choice in shape.get("choices", ()):
+                finished |= choice.get("finish_reason") == "str"
+                choice.pop("finish_reason", None)
+            if shape not in shapes:
                 shapes.append(shape)
-        return usage, [*shapes, lines[-1] == "[DONE]"]
+        return usage, [*shapes, finished, lines[-1] == "[DONE]"]
     try:
         content = msgspec.json.decode(text)
     except msgspec.DecodeError:
