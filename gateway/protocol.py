@@ -51,9 +51,7 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         # uvicorn would wait for ever for the first byte of the first request.
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
-        )
+        self._end_later_if_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -161,20 +159,20 @@ class Protocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing():
-            self._look_later_at_what_is_unread()
+            self._end_later_if_idle()
 
     def timeout_keep_alive_handler(self) -> None:
         """Also where the client has not read all: a closing connection waits for that, for ever."""
         unread = self.transport.get_write_buffer_size()
         if unread and unread != self._unread:
             self._unread = unread
-            self._look_later_at_what_is_unread()
+            self._end_later_if_idle()
         elif unread:
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
 
-    def _look_later_at_what_is_unread(self) -> None:
+    def _end_later_if_idle(self) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
@@ -230,7 +228,7 @@ class Protocol(HttpToolsProtocol):
         self._tell_that_it_is_gone()
         self.transport.close()
         self._unset_keepalive_if_required()
-        self._look_later_at_what_is_unread()
+        self._end_later_if_idle()
 
     def _tell_that_it_is_gone(self) -> None:
         """uvicorn tells the last request only, not one before it that is being answered."""

@@ -56,7 +56,7 @@ def model_entries(fleet: Fleet, aliases: Aliases) -> dict[str, dict[str, Any]]:
     """The union of what workers that can take turns serve, each entry as its worker wrote it, and aliases."""
     entries: dict[str, dict[str, Any]] = {}
     for worker in fleet.workers():
-        if worker.state == "up" or worker.missed:
+        if worker.may_answer:
             for card in worker.models:
                 entries.setdefault(card.id, dict(card.entry))
     return entries | dict(aliases.entries(entries))

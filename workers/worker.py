@@ -86,6 +86,11 @@ class Worker:
     _targets_of: tuple[KvEndpoint, ...] | None = None
 
     @property
+    def may_answer(self) -> bool:
+        """It is up, or was until one probe had no answer: the last resort of turns."""
+        return self.state == "up" or self.missed
+
+    @property
     def host(self) -> str:
         return urlsplit(self.url).hostname or ""
 

@@ -33,7 +33,7 @@ def why_not(fleet: Fleet, worker: Worker, model: str, failed: Collection[str], o
 
     failed: who failed this turn. only: the one worker that holds what it goes on from, if there is such.
     """
-    if worker.state != "up" and not worker.missed:
+    if not worker.may_answer:
         return worker.state
     if only and only != worker.name:
         return "elsewhere"

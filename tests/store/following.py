@@ -8,7 +8,7 @@ from typing import Any
 from store.events import EventBatch
 from store.knowledge import Knowledge
 from store.streams import EventSource, EventStreams, StreamStatus
-from tests.store.kv_publisher import Publisher
+from tests.store.kv_publisher import Publisher, stored
 
 
 @dataclass
@@ -85,6 +85,15 @@ class Rig:
                         await self.sink.changed.wait()
                 except TimeoutError:
                     continue
+
+    async def followed(self, **more: Any) -> Any:
+        """A publisher that is followed, and whose block 1 is known."""
+        publisher = self.publisher(**more)
+        self.follow()
+        await self.following()
+        publisher.publish(stored([1]))
+        await self.until(lambda: self.sink.match(1) == 1)
+        return publisher
 
     async def following(self, state: str = "exact") -> None:
         await self.until(lambda: self.status.state == state)

@@ -55,22 +55,14 @@ async def test_b010_a_gap_before_the_first_message_is_closed(rig: Rig) -> None:
 
 
 async def test_b010_a_lost_last_batch_is_found_without_a_next_one(rig: Rig) -> None:
-    publisher = rig.publisher()
-    rig.follow()
-    await rig.following()
-    publisher.publish(stored([1]))
-    await rig.until(lambda: rig.sink.match(1) == 1)
+    publisher = await rig.followed()
     publisher.publish(removed([1]), lost=True)
     await rig.until(lambda: rig.sink.match(1) == 0)
     assert not rig.sink.resets
 
 
 async def test_b010_a_gap_that_no_replay_closes_forgets_and_degrades(rig: Rig) -> None:
-    publisher = rig.publisher(buffer=2)
-    rig.follow()
-    await rig.following()
-    publisher.publish(stored([1]))
-    await rig.until(lambda: rig.sink.match(1) == 1)
+    publisher = await rig.followed(buffer=2)
     for _ in range(3):
         publisher.publish(removed([1]), lost=True)
     publisher.publish(stored([2], parent=1))
@@ -113,11 +105,7 @@ async def test_b011_a_replay_that_comes_too_late_brings_nothing_back(rig: Rig) -
 
 
 async def test_b011_live_batches_during_a_replay_are_applied_once_and_after_it(rig: Rig) -> None:
-    publisher = rig.publisher()
-    rig.follow()
-    await rig.following()
-    publisher.publish(stored([1]))
-    await rig.until(lambda: rig.sink.match(1) == 1)
+    publisher = await rig.followed()
     publisher.answering.clear()
     publisher.asked.clear()
     publisher.publish(stored([2], parent=1), lost=True)

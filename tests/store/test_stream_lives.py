@@ -44,11 +44,7 @@ async def test_b009_a_restart_that_has_come_further_than_its_predecessor_is_noti
 
 
 async def test_b009_a_broken_connection_to_the_same_publisher_costs_nothing(rig: Rig) -> None:
-    publisher = rig.publisher()
-    rig.follow()
-    await rig.following()
-    publisher.publish(stored([1]))
-    await rig.until(lambda: rig.sink.match(1) == 1)
+    publisher = await rig.followed()
     drain = rig.streams._drain
     assert drain is not None
     asked = len(publisher.requests)
@@ -72,11 +68,7 @@ async def test_b009_without_replay_a_reconnection_forgets(rig: Rig) -> None:
 
 
 async def test_b009_a_restart_known_from_outside_replays_from_the_start(rig: Rig) -> None:
-    publisher = rig.publisher()
-    rig.follow()
-    await rig.following()
-    publisher.publish(stored([1]))
-    await rig.until(lambda: rig.sink.match(1) == 1)
+    await rig.followed()
     rig.streams.restarted("w")
     assert rig.sink.resets == ["restarted"]
     assert rig.sink.match(1) == 0

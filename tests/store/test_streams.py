@@ -76,11 +76,7 @@ async def test_a_topic_selects(rig: Rig) -> None:
 
 
 async def test_subscribing_again_changes_nothing_and_elsewhere_starts_anew(rig: Rig) -> None:
-    first = rig.publisher()
-    rig.follow()
-    await rig.following()
-    first.publish(stored([1]))
-    await rig.until(lambda: rig.sink.match(1) == 1)
+    await rig.followed()
     rig.follow()
     assert rig.status.batches == 1
     rig.port, rig.replay_port = free_port(), free_port()
@@ -156,11 +152,7 @@ async def test_closing_leaves_no_thread(rig: Rig) -> None:
 async def test_an_address_that_cannot_be_used_does_not_touch_other_targets(rig: Rig) -> None:
     rig.streams.subscribe(EventSource("bad", "nonsense", "tcp://no.such.host.invalid:1"))
     rig.streams.subscribe(EventSource("far", "tcp://127.0.0.1:1", "more nonsense"))
-    publisher = rig.publisher()
-    rig.follow()
-    await rig.following()
-    publisher.publish(stored([1]))
-    await rig.until(lambda: rig.sink.match(1) == 1)
+    publisher = await rig.followed()
     rig.streams.restarted("bad")
     rig.streams.unsubscribe("far")
     publisher.publish(stored([2], parent=1))

@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -131,15 +131,26 @@ def with_a_past(engine: Engine, publisher: Publisher, tokens: list[int]) -> None
         publisher.publish(stored(keys_of(prompt(1, seed)), token_ids=prompt(1, seed)[:-1]))
 
 
+@asynccontextmanager
+async def in_doubt(
+    site: Site, front: Any, *past: list[int], env: dict[str, str] = PROBING
+) -> AsyncIterator[tuple[Any, Publisher]]:
+    """A gateway that came too late for the events of what its worker holds, the prompts of `past`."""
+    engine, peer, target, start = site
+    with publishing(lambda: start(2)) as publisher:
+        for tokens in past:
+            with_a_past(engine, publisher, tokens)
+        gate = await front(peer, env=env)
+        await gate.until(state(gate, target)("degraded"))
+        yield gate, publisher
+
+
 async def test_b015_blocks_older_than_any_event_are_found_by_probes_after_a_restart(
     site: Site, front
 ) -> None:
-    engine, peer, target, start = site
+    engine, _, target, _ = site
     tokens = prompt(200)
-    with publishing(lambda: start(2)) as publisher:
-        with_a_past(engine, publisher, tokens)
-        gate = await front(peer, env=PROBING)
-        await gate.until(state(gate, target)("degraded"))
+    async with in_doubt(site, front, tokens) as (gate, publisher):
         await turn(gate, tokens)
         # A turn that hits says nothing by its events.
         await gate.until(lambda: gate.gateway.knowledge.match(keys_of(tokens)).certain.get(target) == 200)
@@ -191,13 +202,9 @@ async def test_b010_after_a_gap_probes_tell_what_is_still_there_from_what_is_not
 
 async def test_a_worker_that_announces_nothing_again_is_left_alone(site: Site, front, monkeypatch) -> None:
     monkeypatch.setattr(resync, "_EVENTS_S", 0.05)
-    engine, peer, target, start = site
+    engine, _, target, _ = site
     engine.knows_mode = False
-    with publishing(lambda: start(2)) as publisher:
-        for n in range(6):
-            with_a_past(engine, publisher, prompt(20, n))
-        gate = await front(peer, env=PROBING)
-        await gate.until(state(gate, target)("degraded"))
+    async with in_doubt(site, front, *(prompt(20, n) for n in range(6))) as (gate, _):
         for n in range(6):
             await turn(gate, prompt(20, n))
         await probed(gate, target, unsupported=2)
@@ -209,12 +216,9 @@ async def test_a_worker_that_does_not_answer_in_time_is_cut_off_and_not_asked_fo
     site: Site, front, monkeypatch
 ) -> None:
     monkeypatch.setattr(resync, "_ANSWER_S", 0.05)
-    engine, peer, target, start = site
+    engine, _, target, _ = site
     engine.hangs = True
-    with publishing(lambda: start(2)) as publisher:
-        with_a_past(engine, publisher, prompt(20))
-        gate = await front(peer, env=PROBING)
-        await gate.until(state(gate, target)("degraded"))
+    async with in_doubt(site, front, prompt(20)) as (gate, _):
         await turn(gate, prompt(20))
         await probed(gate, target, failed=1)
         await gate.until(lambda: engine.cut == 1)
@@ -226,12 +230,9 @@ async def test_b098_the_answer_to_a_probe_is_not_read_without_end(
     site: Site, front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resync, "_ANSWER_S", 20)
-    engine, peer, target, start = site
+    engine, peer, target, _ = site
     engine.endless = True
-    with publishing(lambda: start(2)) as publisher:
-        with_a_past(engine, publisher, prompt(20))
-        gate = await front(peer, env=PROBING)
-        await gate.until(state(gate, target)("degraded"))
+    async with in_doubt(site, front, prompt(20)) as (gate, _):
         await turn(gate, prompt(20))
         await probed(gate, target, failed=1)
         await gate.until(lambda: not peer.open)
@@ -239,11 +240,8 @@ async def test_b098_the_answer_to_a_probe_is_not_read_without_end(
 
 
 async def test_of_chains_that_nothing_speaks_for_a_few_beginnings_are_asked_for(site: Site, front) -> None:
-    engine, peer, target, start = site
-    with publishing(lambda: start(2)) as publisher:
-        with_a_past(engine, publisher, prompt(1))
-        gate = await front(peer, env=PROBING)
-        await gate.until(state(gate, target)("degraded"))
+    engine, _, target, _ = site
+    async with in_doubt(site, front, prompt(1)) as (gate, _):
         engine.evicts = True
         for n in range(20):
             await turn(gate, prompt(40, n))
@@ -267,11 +265,8 @@ async def test_workers_of_hybrid_models_are_not_asked_what_they_do_not_say_truly
 
 
 async def test_without_probes_nothing_is_asked(site: Site, front) -> None:
-    engine, peer, target, start = site
-    with publishing(lambda: start(2)) as publisher:
-        with_a_past(engine, publisher, prompt(20))
-        gate = await front(peer)
-        await gate.until(state(gate, target)("degraded"))
+    engine, _, _, _ = site
+    async with in_doubt(site, front, prompt(20), env={}) as (gate, _):
         await turn(gate, prompt(20))
         await quiet(gate, engine)
         assert engine.probes == []
