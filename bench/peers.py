@@ -3,9 +3,9 @@
     .venv/bin/python bench/peers.py [--quick] [--stock] [--many-s SECONDS] [--only NAME ...]
 
 Four simulated workers with KV events and a Mooncake pool. Routers take turns, each with sessions that nobody
-has seen and with empty caches; then a worker is killed and comes back while sessions go on. Hit
-rates are the engines' own counts, CPU is that of the router's process, memory after many short sessions, as
-far as they come in the time each router gets for them.
+has seen, with empty caches and after a pause; then a worker is killed and comes back while sessions go on.
+Hit rates are the engines' own counts, CPU is that of the router's process, memory after many short sessions,
+as far as they come in the time each router gets for them.
 --stock: workers refuse /render, as vLLM does unless it is started with --enable-scale-out.
 """
 
@@ -50,7 +50,9 @@ class Size:
     """rounds of `sessions` with `turns` each, all at once; `many` short sessions before memory is read, or as
     many as come in `many_s`.
 
-    killed_s: after which time a worker is killed, down_s: how long it is away; `kill_turns` go on meanwhile.
+    pause_s: before each router's, with idle workers: those that ask them how busy they are would else count
+    the last router's sessions. killed_s: after which time a worker is killed, down_s: how long it is away;
+    `kill_turns` go on meanwhile.
     """
 
     rounds: int
@@ -58,13 +60,14 @@ class Size:
     turns: int
     many: int
     many_s: float
+    pause_s: float
     killed_s: float
     down_s: float
     kill_turns: int
 
 
-QUICK = Size(1, 12, 4, 40, 5.0, killed_s=0.5, down_s=0.5, kill_turns=5)
-FULL = Size(2, 24, 8, 2000, 20.0, killed_s=1.0, down_s=3.0, kill_turns=16)
+QUICK = Size(1, 12, 4, 40, 5.0, pause_s=0.3, killed_s=0.5, down_s=0.5, kill_turns=5)
+FULL = Size(2, 24, 8, 2000, 20.0, pause_s=3.0, killed_s=1.0, down_s=3.0, kill_turns=16)
 
 
 @dataclass(slots=True)
@@ -202,7 +205,11 @@ class Bench:
 
         def moongate(policy: str) -> Callable[[], Target]:
             name = f"moongate {policy}"
-            settings = pool | {"MOONGATE_ROUTING__POLICY": policy}
+            settings = pool | {
+                "MOONGATE_ROUTING__POLICY": policy,
+                # The default: workers get turns from the other routers, too, so what they say soon is old.
+                "MOONGATE_WORKERS__HEALTH_INTERVAL_S": "1",
+            }
             return lambda: self.targets.gateway(name, next(self.ports), urls, **settings)
 
         def vllm(policy: str, *more: str) -> Callable[[], Target]:
@@ -320,7 +327,7 @@ class Bench:
         for spec in self.specs:
             async with self.http.post(f"{spec.url}/reset_prefix_cache?reset_external=true") as answer:
                 await answer.read()
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(self.size.pause_s)
 
     async def _counts(self) -> tuple[float, float]:
         """Prompt tokens that were looked up in HBM, and those found there or in the pool."""

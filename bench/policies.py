@@ -36,6 +36,7 @@ def fleet(size: int, seed: int) -> list[Candidate]:
     draw = random.Random(seed)
     prefix = [draw.randrange(1000, 80_000) if draw.random() < 0.3 else 0 for _ in range(size)]
     queue = [draw.randrange(20_000) if draw.random() < 0.5 else 0 for _ in range(size)]
+    recent = [draw.random() * 1e5 for _ in range(size)]
     return [
         Candidate(
             f"10.0.{i // 256}.{i % 256}:8000",
@@ -44,10 +45,10 @@ def fleet(size: int, seed: int) -> list[Candidate]:
             own_segment_tokens=draw.randrange(1000),
             queued_tokens=queue[i],
             queued_turns=int(queue[i] > 0),
-            head_tokens=queue[i],
-            head_s=0.1,
+            ahead_s=queue[i] / 20_480,
             inflight=draw.randrange(8),
-            recent_tokens=draw.random() * 1e5,
+            recent_tokens=recent[i],
+            recent_s=recent[i] / 20_480,
         )
         for i in range(size)
     ]

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from importlib import import_module
@@ -15,9 +16,8 @@ from gateway.admin.routes import AdminParts, build_admin
 from gateway.admin.views import PoolAnswer
 from gateway.api.aliases import Aliases
 from gateway.api.bodies import Bodies
-from gateway.asgi import Message, Receive, Scope, Send
+from gateway.asgi import CLIENT, Client, Receive, Scope, Send
 from gateway.auth import AdminToken, ClientKeys, Guard
-from gateway.errors import ErrorBoundary
 from gateway.health import Readiness, readiness
 from gateway.knowledge.audit import Audit
 from gateway.knowledge.drains import Drains
@@ -38,10 +38,13 @@ from gateway.routing.breaks import PrefixBreaks
 from gateway.routing.decision_file import DecisionFile
 from gateway.routing.decisions import DecisionLog
 from gateway.routing.eligibility import Room
+from gateway.routing.holders import Holders
 from gateway.routing.learning import Learning
 from gateway.routing.links import CountedKnowledge, Links
 from gateway.routing.policy_versions import PolicyVersions
 from gateway.routing.router import Router
+from gateway.routing.watch import AnswerWatch, say_broken, say_refused, say_unplaced
+from gateway.seldom import Gathered
 from gateway.settings import Settings
 from gateway.upstream.connections import Connections
 from policies.document import Document
@@ -51,6 +54,7 @@ from store.knowledge import Knowledge
 from store.pool import PoolView
 from store.streams import EventStreams, StreamStatus
 from workers.breaker import BreakerOptions
+from workers.connecting import trusting
 from workers.fleet import Fleet, roles
 from workers.probe import Probe
 from workers.worker import Worker
@@ -63,12 +67,14 @@ _FIRST_PROBES_S = 2.0
 _BODIES_SHARE = 4
 _BREAKER = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
 _TURN_PREFIXES = ("/v1/", "/inference/", "/pooling")
+# The second is of a client whose base URL says /v1 though it adds that itself.
+_NO_TURNS = ("/v1/models", "/v1/v1/")
 _TURN_PATHS = frozenset("/tokenize /detokenize /classify /score /rerank /v2/rerank /v2/embed".split())
 
 
 def is_turn(path: str) -> bool:
     """Whether a worker answers `path`; the rest is the gateway's own."""
-    return (path.startswith(_TURN_PREFIXES) and not path.startswith("/v1/models")) or path in _TURN_PATHS
+    return (path.startswith(_TURN_PREFIXES) and not path.startswith(_NO_TURNS)) or path in _TURN_PATHS
 
 
 class Gateway:
@@ -78,9 +84,14 @@ class Gateway:
         self._settings = settings
         self._ending = False
         mooncake, timeouts = settings.mooncake, settings.timeouts
+        tls = trusting(settings.workers.ca_file)
         self.fleet = Fleet(
             settings.workers.segments,
-            breaker=BreakerOptions(settings.workers.breaker_failures, settings.workers.breaker_open_s),
+            breaker=BreakerOptions(
+                settings.workers.breaker_failures,
+                settings.workers.breaker_share,
+                settings.workers.breaker_open_s,
+            ),
             ramp_s=settings.workers.ramp_s,
             roles=roles(settings.workers.prefill, settings.workers.decode),
         )
@@ -102,7 +113,9 @@ class Gateway:
             settings.routing.decision_log_bytes,
             self.metrics.decisions_not_written,
         )
-        self.decisions = DecisionLog(keep=self.decision_file.add)
+        self._broken, self._refused = Gathered(say_broken), Gathered(say_refused)
+        self._unplaced = Gathered(say_unplaced)
+        self.decisions = DecisionLog(self.decision_file.add, AnswerWatch(self._broken).ended)
         self.knowledge = Knowledge(
             on_pool_stored=self._announced if self.pool else None,
             max_bytes=settings.index.memory_bytes or None,
@@ -117,9 +130,9 @@ class Gateway:
             self.fleet,
             settings.models,
             settings.prompt,
-            WorkerRenderer(settings.workers.api_key),
+            WorkerRenderer(settings.workers.api_key, tls),
             self.metrics.parity_check,
-            self.knowledge.scheme,
+            self.knowledge.hashes.scheme,
             self.layouts if self.pool is not None else None,
         )
         self.breaks = PrefixBreaks(
@@ -129,6 +142,7 @@ class Gateway:
             self.fleet,
             interval_s=settings.workers.health_interval_s,
             timeout_s=settings.workers.health_timeout_s,
+            tls=tls,
             api_key=settings.workers.api_key,
             kv_events=settings.workers.kv_events,
         )
@@ -139,12 +153,16 @@ class Gateway:
             self.knowledge,
             self.streams,
         )
-        self.ledger = Ledger(InUnits(**settings.routing.rates.masked()).rates())
-        self.transport = Connections(connect_s=timeouts.connect_s, between_chunks_s=timeouts.between_chunks_s)
+        rates = InUnits(**settings.routing.rates.masked()).rates()
+        self.ledger = Ledger(rates, since=time.monotonic())
+        self.transport = Connections(
+            tls=tls, connect_s=timeouts.connect_s, between_chunks_s=timeouts.between_chunks_s
+        )
         self.resync = Resync(
             fleet=self.fleet,
             knowledge=self.knowledge,
             streams=self.streams,
+            ledger=self.ledger,
             transport=self.transport,
             counted=self.metrics.index_probe,
             api_key=settings.workers.api_key,
@@ -152,17 +170,19 @@ class Gateway:
         )
         self.fleet.listen(self.resync.follow)
         limits = settings.limits
+        holders = Holders(self.knowledge, self.pool, self.metrics.knowledge_failure)
         self.router = router = Router(
             room=Room(limits.requests, limits.tokens),
             room_each=Room(limits.worker_requests, limits.worker_tokens),
             fleet=self.fleet,
             prompts=self.prompts,
+            holders=holders,
             knowledge=self.knowledge,
             trusts=self.trusts,
-            pool=self.pool,
             ledger=self.ledger,
             failed=self.metrics.knowledge_failure,
             slow=self.metrics.slow_decision,
+            refused=self._no_room,
         )
         links = Links(
             self.streams,
@@ -191,7 +211,10 @@ class Gateway:
         )
         learning = Learning(self.audit, self.knowledge, self.streams, self.metrics, self.pool)
         patience = Patience()
+        keys = ClientKeys.load(settings.auth.api_keys_file)
+        guard = Guard(self._dispatch, AdminToken(settings.admin.token), keys, settings.admin.port)
         self._turns = TurnApp(
+            admit=guard.admit,
             router=router,
             transport=self.transport,
             fleet=self.fleet,
@@ -209,25 +232,25 @@ class Gateway:
             learning=learning,
             patience=patience,
             answers=Answers(
-                router=router,
+                holders=holders,
                 fleet=self.fleet,
                 patience=patience,
                 responses=self.responses,
                 hot=self.resync.chains,
                 keep_alive_s=timeouts.keep_alive_s,
             ),
-            accounts=Accounts(self.metrics, self.decisions, learning),
+            accounts=Accounts(self.metrics, self.decisions, learning, self._unplaced.came),
         )
         self.fleet.listen(patience.follow)
-        drains = Drains(self.pool)
-        self.fleet.listen(drains.follow)
+        self._drains = Drains(self.pool)
+        self.fleet.listen(self._drains.follow)
         self._admin = build_admin(
             AdminParts(
                 settings=settings,
                 fleet=self.fleet,
                 loads=self.ledger,
-                drains=drains,
-                explainer=Explainer(router, self.breaks, aliases, self.responses),
+                drains=self._drains,
+                explainer=Explainer(router, self.breaks, aliases, self.responses, keys),
                 decisions=self.decisions,
                 audit=self.audit,
                 index=self._index_report,
@@ -235,28 +258,29 @@ class Gateway:
                 prompts=self._prompts_report,
                 policy=self.policy,
                 router=router,
+                refusals=self._refusals,
             )
         )
         self._public = build_public(self.fleet, self.metrics, self._readiness, aliases)
-        keys = ClientKeys.load(settings.auth.api_keys_file)
-        guard = Guard(self._dispatch, AdminToken(settings.admin.token), keys, settings.admin.port)
-        self._front = ErrorBoundary(guard)
+        self._own = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
+            return
+        if self._ending:
+            _ask_for_another(scope)
+        if scope["type"] == "http" and is_turn(scope["path"]):
+            await self._turns(scope, receive, send)
         else:
-            await self._front(scope, receive, _closing(send) if self._ending else send)
+            await self._own(scope, receive, send)
 
     def end(self) -> None:
         """Not ready from now on: turns should go elsewhere. Those that come all the same are served."""
         self._ending = True
 
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path: str = scope["path"]
-        if is_turn(path) and scope["type"] == "http":
-            await self._turns(scope, receive, send)
-        elif path.startswith("/admin"):
+        if scope["path"].startswith("/admin"):
             await self._admin(scope, receive, send)
         else:
             await self._public(scope, receive, send)
@@ -278,6 +302,8 @@ class Gateway:
         """Bring everything up; `running` ends it in reverse order, probes before what they feed."""
         # Takes most of a second: now, or while the first turn waits.
         await asyncio.to_thread(import_module, "store.prompt.local")
+        for gathered in (self._broken, self._refused, self._unplaced):
+            running.callback(gathered.close)
         await self.decision_file.start()
         running.push_async_callback(self.decision_file.close)
         await self.transport.start()
@@ -287,6 +313,7 @@ class Gateway:
         if self.pool is not None:
             await self.pool.start()
             running.push_async_callback(self.pool.close)
+            running.push_async_callback(self._drains.close)
         await self.snapshots.start()
         running.push_async_callback(self.snapshots.close)
         await self.streams.start()
@@ -305,6 +332,7 @@ class Gateway:
             self.pool.announced(keys, layout, group)
 
     def _snapshot(self) -> Snapshot:
+        now = time.monotonic()
         streams = self.streams.status()
         file = self.snapshots.status()
         return Snapshot(
@@ -312,7 +340,7 @@ class Gateway:
                 WorkerSample(
                     worker.name,
                     worker.state == "up",
-                    sum(self.fleet.leases.load(t.name).inflight for t in worker.targets),
+                    sum(self.ledger.load(t.name, now).inflight for t in worker.targets),
                     min(self.trusts.of(t.name).believed for t in worker.targets),
                     _BREAKER[self.fleet.breaker_state(worker)],
                     max(ages) if (ages := self._proof_ages(worker, streams)) else None,
@@ -333,7 +361,7 @@ class Gateway:
 
     def _index_report(self) -> IndexAnswer:
         names = [target.name for target in self.fleet.targets()]
-        mismatches = self.knowledge.hash_mismatch
+        mismatches = self.knowledge.hashes.mismatches
         return IndexAnswer(
             targets=index_entries(
                 names,
@@ -380,9 +408,21 @@ class Gateway:
     def _prompts_report(self) -> PromptsAnswer:
         return prompts_answer(self.prompts, self._settings.prompt.source)
 
+    def _no_room(self, limit: str) -> None:
+        self.metrics.overloaded(limit)
+        self._refused.came(limit)
+
+    def _refusals(self) -> list[str]:
+        """Why turns were refused within the last minute or two, in words for operators."""
+        limits = (f"429 for want of room: limits.{limit}" for limit in self._refused.lately)
+        return [
+            f"turns are refused with {why}"
+            for why in (*limits, *(f"503: {w}" for w in self._unplaced.lately))
+        ]
+
     def _readiness(self) -> Readiness:
         doubts = [
-            *(f"hashes of {target}: {why}" for target, why in self.knowledge.hash_mismatch.items()),
+            *(f"hashes of {target}: {why}" for target, why in self.knowledge.hashes.mismatches.items()),
             *(f"index of {target}: {why}" for target, why in self.knowledge.doubts.items()),
             *(f"index of {target}: {why}" for target, why in self.audit.all_demoted().items()),
             *self.prompts.disagreements(),
@@ -390,18 +430,21 @@ class Gateway:
             *map(str, self.prompts.parity.differences()),
             *made_elsewhere(self._prompts_report()),
         ]
-        return readiness(self.fleet, self.pool, doubts, ending=self._ending)
+        return readiness(
+            self.fleet,
+            self.pool,
+            doubts,
+            drains=self._drains.running(),
+            refusals=self._refusals(),
+            ending=self._ending,
+        )
 
 
-def _closing(send: Send) -> Send:
-    """Answers over `send` ask the client for another connection next time."""
-
-    def told(message: Message) -> Awaitable[None]:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-        return send(message)
-
-    return told
+def _ask_for_another(scope: Scope) -> None:
+    """The client should take another connection next time."""
+    client: Client | None = scope.get("extensions", {}).get(CLIENT)
+    if client is not None:
+        client.last()
 
 
 def build(settings: Settings) -> Gateway:

@@ -1,6 +1,7 @@
 """The words of ASGI, and an extension to it by which our own server and a turn talk."""
 
-from collections.abc import Awaitable, Callable, MutableMapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, Protocol
 
 Scope = MutableMapping[str, Any]
@@ -11,12 +12,20 @@ Headers = list[tuple[bytes, bytes]]
 
 CLIENT = "moongate.client"
 """The ASGI extension of our own server: a `Client`."""
-BODY_FOLLOWS = "moongate.body_follows"
-"""In a message that starts a response: its body's first piece is sent next, so both may go out as one."""
 
 
 class Client(Protocol):
     """The client of one request, for what ASGI's messages can't say or cost more for."""
+
+    @property
+    def task(self) -> asyncio.Task[None] | None:
+        """The one that answers the request."""
+        ...
+
+    @property
+    def fields(self) -> Mapping[bytes, bytes]:
+        """The request's header values by name in lower case, the first one of each."""
+        ...
 
     async def whole_body(self, limit: int, pause_s: float) -> bytes | None:
         """The whole body, None if the client left. Instead of `receive`.
@@ -26,17 +35,32 @@ class Client(Protocol):
         """
         ...
 
-    @property
-    def full(self) -> bool:
-        """Whether the client has to read before it can be sent more."""
+    def start(self, status: int, headers: Headers, *, alone: bool = True) -> None:
+        """The answer's head, names in lower case. Not `alone`: it goes out with the body's first piece."""
         ...
 
-    def write(self, chunk: bytes) -> None:
-        """As sending a piece of a body that is not the last one, without waiting for room."""
+    def write(self, piece: bytes, more: bool = True) -> None:
+        """A piece of the body, the last one unless there is `more`. Nothing once the client left."""
+        ...
+
+    @property
+    def full(self) -> bool:
+        """Whether the client has to read before it should be sent more."""
+        ...
+
+    async def room(self) -> None:
+        """Wait until it has, or left."""
+        ...
+
+    def last(self) -> None:
+        """Ask the client, with the answer's head, for another connection next time."""
         ...
 
     def abort(self) -> None:
-        """Drop the connection at once. Closing it would wait until the client took all that was written."""
+        """Drop the connection at once, so that nothing of the answer looks whole.
+
+        Closing it would wait until the client took all that was written.
+        """
         ...
 
     def on_gone(self, callback: Callable[[], None] | None) -> None:

@@ -7,9 +7,9 @@ import posixpath
 import re
 import secrets
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote
@@ -25,7 +25,6 @@ _OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
 # Headers a reverse proxy adds: with one of them the peer's address is not the caller's.
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
-_name_of = itemgetter(0)
 
 
 class BadKeysFile(ValueError):
@@ -86,6 +85,10 @@ class ClientKeys:
     def find(self, key: bytes) -> ClientKey | None:
         return self._digests.get(_digest(key))
 
+    def named(self, name: str) -> ClientKey | None:
+        """The first key that is called so."""
+        return next((key for key in self._digests.values() if key.name == name), None)
+
 
 def _read(line: str) -> tuple[bytes, ClientKey]:
     key, *rest = line.split()
@@ -100,7 +103,9 @@ def _read(line: str) -> tuple[bytes, ClientKey]:
 
 
 def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    # Without a place to write it to, admin is nobody's; turns can be answered.
+    with suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 class AdminToken:
@@ -121,7 +126,7 @@ class AdminToken:
 def credentials(headers: RawHeaders) -> list[bytes]:
     """What the caller shows, in `Authorization: Bearer` or `x-api-key`, both alike and repeated or not."""
     found: list[bytes] = []
-    if _CREDENTIALS.isdisjoint(map(bytes.lower, map(_name_of, headers))):
+    if _CREDENTIALS.isdisjoint(map(bytes.lower, dict(headers))):
         return found
     for name, value in headers:
         lowered = name.lower()
@@ -149,16 +154,31 @@ def is_admin_path(path: str) -> bool:
     return first.strip().casefold() == "admin"
 
 
-def _is_loopback(scope: Scope) -> bool:
+def _comes_from_here(scope: Scope) -> bool:
     client = scope.get("client")
     if not client or any(name.lower() in _FORWARDED for name, _ in scope["headers"]):
         return False
+    return is_loopback(client[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether that is an address of this machine for itself, also one of IPv4 in IPv6."""
     try:
-        address = ipaddress.ip_address(client[0])
+        address = ipaddress.ip_address(host)
     except ValueError:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
+
+
+def is_preflight(method: str, fields: Mapping[bytes, bytes]) -> bool:
+    """Whether a browser asks by CORS what a page may send; such a request has no body."""
+    return (
+        method == "OPTIONS"
+        and b"access-control-request-method" in fields
+        and b"transfer-encoding" not in fields
+        and fields.get(b"content-length", b"0") == b"0"
+    )
 
 
 class Guard:
@@ -199,22 +219,28 @@ class Guard:
         if shown:
             key = next((key for credential in shown if (key := self._clients.find(credential))), NO_KEY)
         if shown and any(self._admin.is_(credential) for credential in shown):
-            caller = "admin" if not self._admin.generated or _is_loopback(scope) else "anonymous"
+            caller = "admin" if not self._admin.generated or _comes_from_here(scope) else "anonymous"
         elif key.name:
             caller = "client"
         if is_admin_path_:
             self._check_admin(scope, caller, shown)
-        elif caller == "anonymous" and self._clients.required and path not in _OPEN_PATHS:
+        elif caller == "anonymous" and self._wants_key(scope):
             raise Unauthorized(
                 "the API key is not known" if shown else "an API key is needed: Authorization: Bearer KEY",
                 headers={"www-authenticate": "Bearer"},
             )
         return caller, key
 
+    def _wants_key(self, scope: Scope) -> bool:
+        """A browser asks without one whether a page may send it."""
+        if not self._clients.required or scope["path"] in _OPEN_PATHS:
+            return False
+        return not is_preflight(scope["method"], dict(scope["headers"]))
+
     def _check_admin(self, scope: Scope, caller: Caller, shown: list[bytes]) -> None:
         if caller == "admin":
             return
-        if self._admin.generated and not _is_loopback(scope):
+        if self._admin.generated and not _comes_from_here(scope):
             raise Forbidden("admin answers to this machine only, until admin.token is configured")
         if caller == "client":
             raise Forbidden("client keys are not for admin")

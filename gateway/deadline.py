@@ -7,23 +7,23 @@ import asyncio
 from contextlib import nullcontext
 from types import TracebackType
 
+import msgspec
+
 _NEVER = nullcontext()
 
 
-class Deadline:
+class Deadline(msgspec.Struct, eq=False):
     """Use as a context manager, once, in a task. Raises TimeoutError in place of what it interrupts.
 
-    at: loop time, None: no limit.
+    at: loop time, None: no limit. task: the one it is used in, None: whichever that is.
     """
 
-    __slots__ = ("_after", "_at", "_before", "_expired", "_task", "_timer")
-
-    def __init__(self, at: float | None, after: float = 0.0) -> None:
-        self._at = at
-        self._after = after
-        self._timer: asyncio.TimerHandle | None = None
-        self._expired = False
-        self._before = 0
+    _at: float | None
+    _after: float = 0.0
+    _timer: asyncio.TimerHandle | None = None
+    _expired: bool = False
+    task: asyncio.Task[None] | None = None
+    _before: int = 0
 
     @classmethod
     def after(cls, seconds: float) -> "Deadline | nullcontext[None]":
@@ -31,23 +31,24 @@ class Deadline:
         return cls(None, seconds) if seconds else _NEVER
 
     def __enter__(self) -> "Deadline":
-        loop = asyncio.get_running_loop()
-        task = asyncio.current_task(loop)
-        assert task is not None
-        self._task = task
+        task = self.task
+        if task is None:
+            task = self.task = asyncio.current_task()
+            assert task is not None
         self._before = task.cancelling()
         # uvloop's own `call_at` takes 1.2 us, its `call_later` 0.7.
         if self._after:
-            self._timer = loop.call_later(self._after, self.expire)
+            self._timer = task.get_loop().call_later(self._after, self.expire)
         elif self._at is not None:
+            loop = task.get_loop()
             self._timer = loop.call_later(max(0.0, self._at - loop.time()), self.expire)
         return self
 
     def expire(self) -> None:
         """End the wait now."""
-        if not self._expired:
+        if not self._expired and self.task is not None:
             self._expired = True
-            self._task.cancel()
+            self.task.cancel()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -56,7 +57,8 @@ class Deadline:
             self._timer.cancel()
         if (
             self._expired
-            and self._task.uncancel() <= self._before
+            and self.task is not None
+            and self.task.uncancel() <= self._before
             and kind is not None
             and issubclass(kind, asyncio.CancelledError)
         ):

@@ -13,6 +13,7 @@
     PreconditionFailed 412     conflict_error         precondition_failed
     PayloadTooLarge    413     invalid_request_error  request_too_large
     UnsupportedMedia   415     invalid_request_error  unsupported_media_type
+    NoWebSocket        426     invalid_request_error  websocket_not_supported
     Overloaded         429     rate_limit_error       rate_limit_exceeded
     HeadTooLarge       431     invalid_request_error  request_head_too_large
     InternalError      500     server_error           internal_error
@@ -26,7 +27,7 @@ Workers' own errors are no business of this file: they pass unchanged.
 import logging
 import math
 import traceback
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,14 +35,13 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope, Send
 
 logger = logging.getLogger(__name__)
 
 Shape = Literal["openai", "anthropic"]
 # Of the models that an answer names; a fleet with adapters may have thousands.
 _MODELS_NAMED = 5
-_FAULT = "the gateway failed; its log says more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,10 @@ class UnsupportedMedia(ApiError):
     """A content type or encoding that can't be read."""
 
 
+class NoWebSocket(ApiError):
+    """A WebSocket was asked for; the same can be had by HTTP requests."""
+
+
 class Overloaded(ApiError):
     """Too much under way; try again later."""
 
@@ -181,6 +185,7 @@ TABLE: Mapping[type[ApiError], Kind] = {
     PreconditionFailed: Kind(412, "conflict_error", "precondition_failed", "invalid_request_error"),
     PayloadTooLarge: Kind(413, "invalid_request_error", "request_too_large", "request_too_large"),
     UnsupportedMedia: Kind(415, "invalid_request_error", "unsupported_media_type", "invalid_request_error"),
+    NoWebSocket: Kind(426, "invalid_request_error", "websocket_not_supported", "invalid_request_error"),
     Overloaded: Kind(429, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
     HeadTooLarge: Kind(431, "invalid_request_error", "request_head_too_large", "invalid_request_error"),
     InternalError: Kind(500, "server_error", "internal_error", "api_error"),
@@ -245,10 +250,10 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return _response(request, _from_validation(error))
 
-    async def fault(request: Request, error: Exception) -> Response:
-        return _response(request, InternalError(_FAULT))
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return _response(request, fault())
 
-    app.add_exception_handler(Exception, fault)
+    app.add_exception_handler(Exception, unexpected)
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_exception)
     app.add_exception_handler(RequestValidationError, validation)
@@ -262,7 +267,9 @@ def _response(request: Request, error: ApiError) -> Response:
 def _from_http(error: HTTPException, request: Request) -> ApiError:
     headers = dict(error.headers or {})
     if error.status_code == 404:
-        return NotFound(f"no such route: {request.method} {request.url.path}", headers=headers)
+        # Clients are given a base URL, and those of some APIs take it with /v1, of others without.
+        hint = "" if request.url.path.startswith("/admin") else "; the APIs are at /v1/..."
+        return NotFound(f"no such route: {request.method} {request.url.path}{hint}", headers=headers)
     if error.status_code == 405:
         return MethodNotAllowed(f"{request.method} is not allowed here", headers=headers)
     kind = _BY_STATUS.get(error.status_code) or (InvalidRequest if error.status_code < 500 else InternalError)
@@ -279,46 +286,16 @@ def _from_validation(error: RequestValidationError) -> ApiError:
     return InvalidRequest(f"{place or 'body'}: {first['msg']}", param=place or None)
 
 
+def log_fault(error: Exception, method: str) -> None:
+    """Type and stack of what should not have been raised; its message may quote a prompt or a secret."""
+    stack = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("%s while answering %s\n%s", type(error).__name__, method, stack)
+
+
+def fault() -> InternalError:
+    """What a client is told of what should not have been raised."""
+    return InternalError("the gateway failed; its log says more")
+
+
 class ResponseCut(Exception):
     """Raised so that the server closes a connection whose response can't be finished."""
-
-
-class ErrorBoundary:
-    """Outermost ASGI layer: an unexpected exception becomes a 500 of ours, or a closed connection.
-
-    Its message is not logged, since it may quote a prompt or a secret; type and stack are.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        started = finished = False
-
-        def watched(message: Message) -> Awaitable[None]:
-            nonlocal started, finished
-            if message["type"] == "http.response.start":
-                started = True
-            elif message["type"] == "http.response.body":
-                finished = not message.get("more_body", False)
-            return send(message)
-
-        try:
-            await self._app(scope, receive, watched)
-        except ResponseCut:
-            raise
-        except ApiError as error:
-            if started:
-                raise ResponseCut from None
-            await send_error(error, scope, send)
-        except Exception as error:
-            stack = "".join(traceback.format_tb(error.__traceback__))
-            logger.error("%s while answering %s\n%s", type(error).__name__, scope["method"], stack)
-            if finished:
-                return
-            if started:
-                raise ResponseCut from None
-            await send_error(InternalError(_FAULT), scope, send)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Concatenate, ParamSpec
 
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -102,9 +102,6 @@ class Metrics:
         self._gaps_seen: dict[str, int] = {}
         self._state = _StateCollector()
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"moongate_{name}", text, labels, registry=self.registry)
-
         def tally(name: str, text: str, *labels: str) -> Tally:
             return Tally(self.registry, f"moongate_{name}", text, *labels)
 
@@ -119,53 +116,63 @@ class Metrics:
         self._prediction_error = distribution(
             "prediction_error_tokens", "Predicted against reported cached tokens, absolute.", _ERROR_TOKENS
         )
-        self._mispredicted = counter(
+        self._mispredicted = tally(
             "mispredicted_tokens",
             "Cached tokens predicted and not found (over), or the reverse (under).",
             *("worker", "model", "tier", "kind"),
         )
-        self._kv_events = counter("kv_events", "KV events applied.", "worker", "kind")
-        self._kv_event_gaps = counter("kv_event_gaps", "Gaps seen in the workers' event streams.")
-        self._index_probes = counter(
+        self._excused = tally(
+            "excused_predictions", "Predictions not judged, as not all was known that they need.", "reason"
+        )
+        self._kv_events = tally("kv_events", "KV events applied.", "worker", "kind")
+        self._kv_event_gaps = tally("kv_event_gaps", "Gaps seen in the workers' event streams.")
+        self._index_probes = tally(
             "index_probes", "Probes of what a worker holds whose events were missed.", "worker", "result"
         )
         self._pool_lookup = distribution("pool_lookup_seconds", "Look-ups of a prefix in the pool.", _SECONDS)
         self._ttft = distribution(
             "ttft_seconds", "From the request to the answer's first byte.", _TTFT_SECONDS
         )
-        self._upstream_errors = counter("upstream_errors", "Tries that a worker failed.", "worker", "class")
+        self._upstream_errors = tally("upstream_errors", "Tries that a worker failed.", "worker", "class")
         self._unrenderable = tally(
             "render_unsupported", "Prompts whose tokens could not be computed.", "model", "reason"
         )
-        self._tokens_forwarded = counter("tokens_forwarded", "Turns sent with their token ids.", "api")
-        self._parity_checks = counter(
+        self._tokens_forwarded = tally("tokens_forwarded", "Turns sent with their token ids.", "api")
+        self._parity_checks = tally(
             "parity_checks", "Prompts made here compared with a worker's.", "model", "api", "result"
         )
-        self._prefix_breaks = counter(
+        self._prefix_breaks = tally(
             "prefix_breaks", "Turns that repeat their session's prompt after a change.", "model", "cause"
         )
-        self._prefix_reports_dropped = counter(
+        self._prefix_reports_dropped = tally(
             "prefix_reports_dropped", "Departing prompts not looked into: too many at once."
         )
-        self._decisions_not_written = counter(
+        self._decisions_not_written = tally(
             "decision_log_dropped", "Decisions that are not in the decision log's file."
         )
-        self._knowledge_failures = counter(
+        self._knowledge_failures = tally(
             "knowledge_failures", "Turns placed without what could not be asked, which raised.", "source"
         )
-        self._slow_decisions = counter(
+        self._slow_decisions = tally(
             "slow_decisions", "Decisions that took 20 ms or more, while all turns waited.", "policy"
         )
-        self._overloads = counter("overloaded", "Turns turned away for want of room.")
+        self._overloads = tally("overloaded", "Turns turned away for want of room.", "limit")
+        self._out_of_descriptors = tally(
+            "out_of_descriptors_seconds", "Seconds in which clients were turned away for want of descriptors."
+        )
         self._by_worker = (self._kv_events, self._upstream_errors, self._mispredicted, self._index_probes)
         for source in ("local", "pool", "computed"):
             self._prompt_tokens.add(source, by=0)
+        for limit in ("requests", "tokens", "worker_requests", "worker_tokens", "descriptors"):
+            self._overloads.add(limit, by=0)
         self.registry.register(self._state)
         ProcessCollector(registry=self.registry)
 
     @_harmless
-    def request(self, api: str, model: str, outcome: str) -> None:
-        """A turn ended. `model` may be anything a client sent."""
+    def request(self, api: str, model: str, outcome: str, ttft_s: float | None = None) -> None:
+        """A turn ended. `model` may be anything a client sent. ttft_s: None if its answer never began."""
+        if ttft_s is not None:
+            self._ttft.observe(ttft_s)
         model = self._model(model)
         if not self._requests.again(api, model, outcome):
             self._requests.add(self._word("api", api), model, self._word("outcome", outcome))
@@ -182,7 +189,7 @@ class Metrics:
 
     @_harmless
     def decisions_not_written(self, count: int) -> None:
-        self._decisions_not_written.inc(count)
+        self._decisions_not_written.add(by=count)
 
     @_harmless
     def prompt_tokens(self, *, local: int, pool: int, computed: int) -> None:
@@ -196,52 +203,52 @@ class Metrics:
 
     @_harmless
     def cached_tokens(
-        self, target: str, model: str, tier: str, *, predicted: int, actual: int, fair: bool
+        self, target: str, model: str, tier: str, *, predicted: int, actual: int, excused: str = ""
     ) -> None:
         """What the worker reported. Reports are not trusted to make sense.
 
-        fair: all was known that the prediction needs.
+        excused: why the prediction is not to be judged, "" where it is.
         """
         self._cached.add(by=max(0, actual))
+        if excused:
+            self._excused.add(excused)
+            return
         self._prediction_error.observe(abs(predicted - actual))
-        if fair and predicted != actual:
+        if predicted != actual:
             kind = "over" if predicted > actual else "under"
             labels = self._worker(target), self._model(model), self._word("tier", tier), kind
-            self._mispredicted.labels(*labels).inc(abs(predicted - actual))
+            self._mispredicted.add(*labels, by=abs(predicted - actual))
 
     @_harmless
-    def overloaded(self) -> None:
-        self._overloads.inc()
+    def overloaded(self, limit: str) -> None:
+        """limit: of `limits`, or `descriptors`."""
+        self._overloads.add(limit)
 
     @_harmless
     def kv_events(self, worker: str, kind: str, count: int = 1) -> None:
-        self._kv_events.labels(self._worker(worker), self._word("kind", kind)).inc(count)
+        self._kv_events.add(self._worker(worker), self._word("kind", kind), by=count)
 
     @_harmless
     def index_probe(self, worker: str, result: str) -> None:
         """confirmed: all that was asked for is there; missing; unsupported; or failed."""
-        self._index_probes.labels(self._worker(worker), self._word("probe", result)).inc()
+        self._index_probes.add(self._worker(worker), self._word("probe", result))
 
     @_harmless
     def pool_lookup(self, seconds: float) -> None:
         self._pool_lookup.observe(seconds)
 
     @_harmless
-    def ttft(self, seconds: float) -> None:
-        self._ttft.observe(seconds)
-
-    @_harmless
     def upstream_error(self, worker: str, kind: str) -> None:
         """A try that failed; `kind` is a class such as connect, reset, timeout or status."""
-        self._upstream_errors.labels(self._worker(worker), self._word("class", kind)).inc()
+        self._upstream_errors.add(self._worker(worker), self._word("class", kind))
 
     @_harmless
     def knowledge_failure(self, source: str) -> None:
-        self._knowledge_failures.labels(source).inc()
+        self._knowledge_failures.add(source)
 
     @_harmless
     def slow_decision(self, policy: str) -> None:
-        self._slow_decisions.labels(self._word("policy", policy)).inc()
+        self._slow_decisions.add(self._word("policy", policy))
 
     @_harmless
     def unrenderable(self, model: str, reason: str) -> None:
@@ -252,22 +259,27 @@ class Metrics:
     @_harmless
     def tokens_forwarded(self, api: str) -> None:
         """A worker was sent a turn's token ids, so it neither renders nor tokenizes."""
-        self._tokens_forwarded.labels(self._word("api", api)).inc()
+        self._tokens_forwarded.add(self._word("api", api))
 
     @_harmless
     def parity_check(self, model: str, api: str, result: str) -> None:
         """A prompt made here was compared with the worker's: equal, differs or unavailable."""
         labels = self._model(model), self._word("api", api), self._word("parity", result)
-        self._parity_checks.labels(*labels).inc()
+        self._parity_checks.add(*labels)
 
     @_harmless
     def prefix_break(self, model: str, cause: str) -> None:
         """A turn lost what its session had cached: by its tools, system, message, or unknown."""
-        self._prefix_breaks.labels(self._model(model), self._word("cause", cause)).inc()
+        self._prefix_breaks.add(self._model(model), self._word("cause", cause))
 
     @_harmless
     def prefix_report_dropped(self) -> None:
-        self._prefix_reports_dropped.inc()
+        self._prefix_reports_dropped.add()
+
+    @_harmless
+    def out_of_descriptors(self) -> None:
+        """All open files that are allowed were in use, for one second more."""
+        self._out_of_descriptors.add()
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """The page of /metrics and its content type, in the format that `accept` asks for."""
@@ -303,15 +315,15 @@ class Metrics:
         for target, gaps in snapshot.kv_event_gaps.items():
             seen = self._gaps_seen.get(target, 0)
             # A target that was removed and added again counts from 0 once more.
-            self._kv_event_gaps.inc(gaps - seen if gaps >= seen else gaps)
+            self._kv_event_gaps.add(by=gaps - seen if gaps >= seen else gaps)
         self._gaps_seen = dict(snapshot.kv_event_gaps)
 
     @_harmless
     def _forget_strangers(self) -> None:
         """Drop the series of workers that are registered no longer."""
         for name in [name for name in self._workers_seen if not self._knows_worker(name)]:
-            for metric in self._by_worker:
-                metric.remove_by_labels({"worker": name})
+            for counter in self._by_worker:
+                counter.forget("worker", name)
             self._workers_seen.discard(name)
 
 
@@ -343,7 +355,7 @@ class _StateCollector(Collector):
         )
         breaker = GaugeMetricFamily(
             "moongate_worker_breaker",
-            "1: the worker failed turns in a row and gets none; 0.5: one is tried; 0: all is well.",
+            "1: the worker failed too many turns and gets none; 0.5: one is tried; 0: all is well.",
             labels=["worker"],
         )
         for worker in snapshot.workers:

@@ -10,8 +10,8 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 def leads_here(url: str, host: str, ports: Collection[int]) -> bool:
     """Whether `url` names one of `ports` where `host` listens. May block: it resolves names."""
-    parts = urlsplit(url)
     try:
+        parts = urlsplit(url)
         port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)
         if port not in ports or not parts.hostname:
             return False

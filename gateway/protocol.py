@@ -1,16 +1,20 @@
 """uvicorn's HTTP protocol, with what it leaves open towards clients that are slow, odd or gone."""
 
 import asyncio
+from collections import deque
 from functools import partial
 from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.utils import get_local_addr, get_remote_addr
+from uvicorn.server import ServerState
 
 from gateway import errors
-from gateway.asgi import CLIENT
+from gateway.asgi import CLIENT, Headers
 from gateway.cycle import Cycle
 from gateway.settings import Settings
 
@@ -20,194 +24,262 @@ _HEAD_BYTES = 1 << 16
 _PIPELINED = 1024
 # What a request says of another protocol that it would rather go on in.
 _UPGRADING = frozenset((b"connection", b"upgrade", b"http2-settings"))
+_BY_HTTP = {"upgrade": "HTTP/1.1", "connection": "upgrade"}
 
 
-class Protocol(HttpToolsProtocol):
-    """Answers in our shape what is no HTTP, and:
+class Protocol(asyncio.Protocol):
+    """One client's connection: llhttp reads its requests, one after the other is answered.
 
-    * a request's head has a limit in bytes and, from its first byte on, in time (`head_s`, 0: none);
-    * so have trailers and all that frames a body, which nothing else counts;
-    * an idle connection ends after a while whatever comes that begins no request, and whatever the client
-      left unread of its last answer;
-    * a client's leaving is noticed whatever it sent before: uvicorn stops reading behind a request that
-      waits, and behind more than 64 KiB of a body. What is read ahead has a limit (`ahead_bytes`, 0: none):
-      a client that sends more behind a request that is being answered is cut off;
-    * offers of another protocol are passed over, as RFC 9110 7.8 allows: Java's client and `curl --http2`
-      offer HTTP/2 and go on in HTTP/1.1. uvicorn's parser would take their bodies for that protocol's bytes.
+    * What is no HTTP is answered in our shape.
+    * A request's head has a limit in bytes and, from its first byte on, in time (`head_s`, 0: none); so have
+      trailers and all that frames a body, which nothing else counts.
+    * An idle connection ends after a while whatever comes that begins no request, and whatever the client
+      left unread of its last answer.
+    * A client's leaving is noticed whatever it sent before: reading goes on behind a request that waits. What
+      is read ahead has a limit (`ahead_bytes`, 0: none): a client that sends more behind a request that is
+      being answered is cut off.
+    * Offers of another protocol are passed over, as RFC 9110 7.8 allows: Java's client and `curl --http2`
+      offer HTTP/2 and go on in HTTP/1.1. The parser would take their bodies for that protocol's bytes.
     """
 
-    def __init__(self, *args: Any, head_s: float, ahead_bytes: int, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        head_s: float,
+        ahead_bytes: int,
+    ) -> None:
+        """As uvicorn's server makes it, which also calls `shutdown`."""
+        self._app: ASGIApp = cast(ASGIApp, config.loaded_app)
+        self._server = server_state
+        self._state = app_state
+        self._loop = _loop or asyncio.get_running_loop()
         self._head_s = head_s
         self._ahead_bytes = ahead_bytes
+        self._idle_s = config.timeout_keep_alive
+        self._transport: asyncio.Transport
+        self._flow: FlowControl
+        self._addresses: dict[str, Any] = {}
+        self._parser: Any = _parser(self)
         self._in_head = False
         self._in_body = False
         # Since the head began, or since the last of the body.
         self._head_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
-        self._answered: Cycle | None = None
+        # Loop time since when nothing is under way, None while something is.
+        self._idle_since: float | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
         self._unread = 0
+        self._url = b""
+        self._headers: Headers = []
+        # The request that is being read or was last.
+        self._cycle: Cycle | None = None
+        self._answered: Cycle | None = None
+        self._waiting: deque[Cycle] = deque()
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        # uvicorn would wait for ever for the first byte of the first request.
-        self._end_later_if_idle()
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._flow = FlowControl(self._transport)
+        self._server.connections.add(self)  # type: ignore[arg-type]
+        server, client = get_local_addr(self._transport), get_remote_addr(self._transport)
+        self._addresses = {"server": server, "client": client}
+        self._is_idle()
+        self._look_if_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._unset_keepalive_if_required()
+        self._server.connections.discard(self)  # type: ignore[arg-type]
         self._stop_head_timer()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         self._tell_that_it_is_gone()
+        self._flow.resume_writing()
+        # They refer to this object, which refers to them.
+        self._parser = self._cycle = self._answered = None
+        self._waiting.clear()
+
+    def shutdown(self) -> None:
+        """No further request is wanted; one that is under way may end."""
+        if self._cycle is None or self._cycle.response_complete:
+            self._transport.close()
+        else:
+            self._cycle.last()
+
+    def pause_writing(self) -> None:
+        self._flow.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._flow.resume_writing()
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
         try:
             while data:
                 try:
-                    self.parser.feed_data(data)
+                    self._parser.feed_data(data)
                     break
                 except httptools.HttpParserUpgrade as offer:
                     data = self._without_offer(data[offer.args[0] :])
         except httptools.HttpParserError:
             self._refuse(errors.InvalidRequest(_what_else(data)))
             return
-        if self._is_too_far_ahead():
+        if self._waiting and self._is_too_far_ahead():
             self._refuse(errors.InvalidRequest("too much was sent ahead of an answer"))
             return
         if not self._in_head:
-            self._stop_head_timer()
+            if self._head_timer is not None:
+                self._stop_head_timer()
             if self._in_body and self._head_bytes > _HEAD_BYTES:
                 self._refuse(errors.HeadTooLarge(f"more than {_HEAD_BYTES} bytes without any of the body"))
             return
         if self._head_bytes > _HEAD_BYTES:
             self._refuse(errors.HeadTooLarge(f"the request's head is larger than {_HEAD_BYTES} bytes"))
         elif self._head_timer is None and self._head_s and not self._is_answering():
-            self._head_timer = self.loop.call_later(self._head_s, self._head_did_not_come)
+            self._head_timer = self._loop.call_later(self._head_s, self._head_did_not_come)
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._unset_keepalive_if_required()
+        self._url = b""
+        self._headers = []
+        self._idle_since = None
         self._in_head = True
         self._head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # A trailer is no header: it would come after all that was decided by them.
         if self._in_head:
-            super().on_header(name, value)
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        parser: Any = self.parser
-        scope: Any = self.scope
-        scope["method"] = parser.get_method().decode("ascii")
-        version = scope["http_version"] = parser.get_http_version()
+        parser, headers = self._parser, self._headers
         if parser.should_upgrade():
+            # `data_received` deals with it.
             return
-        url = httptools.parse_url(self.url)
-        scope["raw_path"] = url.path
+        url = httptools.parse_url(self._url)
         path: str = url.path.decode("ascii")
-        scope["path"] = unquote(path) if "%" in path else path
-        scope["query_string"] = url.query or b""
-        cycle = self.cycle = Cycle(
-            scope=self.scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=False,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=self.expect_100_continue,
-            keep_alive=version != "1.0" and parser.should_keep_alive(),
-            on_response=self.on_response_complete,
+        version: str = parser.get_http_version()
+        scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": version,
+            "scheme": "http",
+            "root_path": "",
+            "method": parser.get_method().decode("ascii"),
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "headers": headers,
+            "state": self._state.copy(),
+            **self._addresses,
+        }
+        fields = dict(reversed(headers))
+        if fields.get(b"transfer-encoding", b"chunked").strip().lower() != b"chunked":
+            # Of another coding the worker would not be told: the header line stays on this hop.
+            raise httptools.HttpParserError("a transfer coding that is not spoken here")
+        cycle = self._cycle = Cycle(
+            scope,
+            fields,
+            self._transport,
+            self._flow,
+            self._server.default_headers,
+            self._answer_ended,
+            version != "1.0" and parser.should_keep_alive(),
+            version != "1.0" and b"expect" in fields and fields[b"expect"].lower() == b"100-continue",
         )
         scope["extensions"] = {CLIENT: cycle}
         self._in_body = True
         self._head_bytes = 0
-        app = cast(ASGIApp, self.app)
         if self._is_answering():
-            self.pipeline.appendleft((cycle, app))  # type: ignore[arg-type]
+            self._waiting.append(cycle)
         else:
-            self._start_asgi_task(cycle, app)
+            self._answer(cycle)
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
-        cycle: Any = self.cycle
-        if self.parser.should_upgrade() or cycle.response_complete:
+        cycle = self._cycle
+        if cycle is None or self._parser.should_upgrade() or cycle.response_complete:
             return
         # Who reads a body decides how fast it comes; one that waits for its turn has nobody yet.
         if cycle.took(body) and cycle is self._answered:
-            self.flow.pause_reading()
+            self._flow.pause_reading()
 
     def on_message_complete(self) -> None:
-        super().on_message_complete()
         self._in_body = False
-        if not self.parser.should_upgrade():
+        if self._cycle is not None and not self._parser.should_upgrade():
+            self._cycle.took_all()
             # Also behind a body whose end came with more than its reader had room for.
-            self.flow.resume_reading()
+            self._flow.resume_reading()
 
-    def _should_upgrade(self) -> bool:
-        """That `data_received` deals with a request that offers another protocol, no callback does."""
-        return True
-
-    def _start_asgi_task(self, cycle: Cycle, app: ASGIApp) -> None:  # type: ignore[override]
-        self._unset_keepalive_if_required()
+    def _answer(self, cycle: Cycle) -> None:
+        self._idle_since = None
         self._unread = 0
         self._answered = cycle
-        super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
+        cycle.task = self._loop.create_task(cycle.run(self._app, self._server.tasks))
+        self._server.tasks.add(cycle.task)
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.transport.is_closing():
-            self._end_later_if_idle()
+    def _answer_ended(self) -> None:
+        if not self._transport.is_closing():
+            self._flow.resume_reading()
+            if self._waiting:
+                self._answer(self._waiting.popleft())
+                return
+        self._is_idle()
 
-    def timeout_keep_alive_handler(self) -> None:
-        """Also where the client has not read all: a closing connection waits for that, for ever."""
-        unread = self.transport.get_write_buffer_size()
-        if unread and unread != self._unread:
+    def _is_idle(self) -> None:
+        self._idle_since = self._loop.time()
+
+    def _look_if_idle(self) -> None:
+        """One timer for a connection, not one for each of its requests."""
+        now = self._loop.time()
+        idle_s = 0.0 if self._idle_since is None else now - self._idle_since
+        if idle_s >= self._idle_s:
+            # Also where the client has not read all: a closing connection waits for that, for ever.
+            unread = self._transport.get_write_buffer_size()
+            if unread and unread == self._unread:
+                self._transport.abort()
+                return
+            if not unread:
+                self._transport.close()
+                return
             self._unread = unread
-            self._end_later_if_idle()
-        elif unread:
-            self.transport.abort()
-        else:
-            super().timeout_keep_alive_handler()
-
-    def _end_later_if_idle(self) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(
-            self.timeout_keep_alive, self.timeout_keep_alive_handler
-        )
+            self._idle_since, idle_s = now, 0.0
+        self._idle_timer = self._loop.call_later(self._idle_s - idle_s, self._look_if_idle)
 
     def _is_too_far_ahead(self) -> bool:
-        if not self.pipeline:
-            return False
-        waiting = sum(cast(Cycle, cycle).size for cycle, _ in self.pipeline)
-        return len(self.pipeline) > _PIPELINED or 0 < self._ahead_bytes < waiting
+        ahead = sum(cycle.size for cycle in self._waiting)
+        return len(self._waiting) > _PIPELINED or 0 < self._ahead_bytes < ahead
 
     def _is_answering(self) -> bool:
         return self._answered is not None and not self._answered.response_complete
 
     def _without_offer(self, rest: bytes) -> bytes:
         """The request whose head was just read as if it had made no offer; `rest` is what follows."""
-        offered = b", ".join(value for name, value in self.headers if name == b"upgrade").lower()
-        method = self.scope["method"]
-        if self._is_answering() or method == "CONNECT" or b"websocket" in offered:
-            if method == "CONNECT":
-                self._refuse(errors.MethodNotAllowed("CONNECT is not allowed here: this is no forward proxy"))
-            else:
-                self._refuse(errors.InvalidRequest("WebSockets are not served here: use HTTP requests"))
+        offered = b", ".join(value for name, value in self._headers if name == b"upgrade").lower()
+        method: str = self._parser.get_method().decode("ascii")
+        if method == "CONNECT":
+            self._refuse(errors.MethodNotAllowed("CONNECT is not allowed here: this is no forward proxy"))
             return b""
-        version = self.parser.get_http_version()
-        lines = [f"{method} ".encode() + self.url + f" HTTP/{version}".encode()]
-        lines += [name + b": " + value for name, value in self.headers if name not in _UPGRADING]
-        if any(name == b"connection" and b"close" in value.lower() for name, value in self.headers):
+        if b"websocket" in offered:
+            # Codex tries one first, goes on by HTTP after a 426, and gives up after a 400.
+            answer = errors.NoWebSocket("WebSockets are not served here: use HTTP requests", headers=_BY_HTTP)
+            self._refuse(answer)
+            return b""
+        version = self._parser.get_http_version()
+        lines = [f"{method} ".encode() + self._url + f" HTTP/{version}".encode()]
+        lines += [name + b": " + value for name, value in self._headers if name not in _UPGRADING]
+        if any(name == b"connection" and b"close" in value.lower() for name, value in self._headers):
             lines.append(b"connection: close")
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._parser = _parser(self)
         return b"\r\n".join(lines) + b"\r\n\r\n" + rest
 
     def _head_did_not_come(self) -> None:
         self._head_timer = None
-        if not self.transport.is_closing():
+        if not self._transport.is_closing():
             self._refuse(errors.RequestTimeout("the rest of the request's head did not come"))
 
     def _stop_head_timer(self) -> None:
@@ -219,19 +291,17 @@ class Protocol(HttpToolsProtocol):
         """Answer and close. An answer to an earlier request that is under way is cut instead."""
         self._stop_head_timer()
         under_way = self._answered if self._is_answering() else None
-        is_its_body = under_way is self.cycle and not self._in_head
+        is_its_body = under_way is self._cycle and self._in_body
         if under_way is None or (is_its_body and not under_way.response_started):
             content = errors.body(error, "openai")
             head = [b"HTTP/1.1 %d %b" % (error.status, error.code.replace("_", " ").encode())]
             head += [b"%b: %b" % line for line in errors.head(error, content)]
-            self.transport.write(b"\r\n".join([*head, b"connection: close", b"", content]))
+            self._transport.write(b"\r\n".join([*head, b"connection: close", b"", content]))
         self._tell_that_it_is_gone()
-        self.transport.close()
-        self._unset_keepalive_if_required()
-        self._end_later_if_idle()
+        self._transport.close()
+        self._is_idle()
 
     def _tell_that_it_is_gone(self) -> None:
-        """uvicorn tells the last request only, not one before it that is being answered."""
         if self._answered is not None:
             self._answered.gone()
 
@@ -240,6 +310,13 @@ def speaking(settings: Settings) -> type[asyncio.Protocol]:
     """The protocol with its limits, as uvicorn's configuration takes it."""
     limits = {"head_s": settings.timeouts.head_s, "ahead_bytes": settings.limits.max_body_bytes}
     return cast(type[asyncio.Protocol], partial(Protocol, **limits))
+
+
+def _parser(protocol: Protocol) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(protocol)
+    # An answer under way must be complete before what comes behind the last request is refused.
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    return parser
 
 
 def _what_else(data: bytes) -> str:

@@ -16,9 +16,11 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from gateway import errors
+from gateway.auth import is_loopback
 from gateway.protocol import speaking
+from gateway.seldom import Seldom
 from gateway.settings import Settings
+from workers.connecting import in_url
 
 # Clients keep an idle connection and use it for the next turn. Closing first would race with that use;
 # the SDKs' own HTTP client gives up an idle connection after 5 s, load balancers mostly after 60 s.
@@ -42,10 +44,11 @@ class CannotStart(Exception):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises CannotListen."""
+    """A listening TCP socket; `::` takes IPv4 as well, where the machine can. Raises CannotListen."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except (OSError, OverflowError) as error:
         # Resolver errors have negative numbers; the socket module's own text repeats the address.
         number = getattr(error, "errno", None) or 0
@@ -55,22 +58,16 @@ def listen(host: str, port: int) -> socket.socket:
 
 def base_url(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"http://{in_url(host)}:{port}"
 
 
 def configure_logging(level: str) -> None:
-    """One line a record on standard error. HTTP clients' own request lines stay out."""
+    """One line a record on standard error. HTTP clients' requests and the server's own steps stay out."""
     logging.basicConfig(
         level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    for name in ("httpx", "httpcore"):
+    for name in ("httpx", "httpcore", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("uvicorn.error").addFilter(_is_no_cut)
-
-
-def _is_no_cut(record: logging.LogRecord) -> bool:
-    """A response cut on purpose was logged where that was decided; no stack of the server's is needed."""
-    return not (record.exc_info and isinstance(record.exc_info[1], errors.ResponseCut))
 
 
 @contextmanager
@@ -103,6 +100,33 @@ def claim_descriptors(requests: int) -> int:
     return soft
 
 
+def warn_if_open(sock: socket.socket, keys_file: str) -> None:
+    """Say so where turns are taken from other machines, and from anybody."""
+    address = sock.getsockname()[0]
+    if not keys_file and not is_loopback(address):
+        logger.warning(
+            "listens on %s without client keys: whoever reaches it may use the workers (auth.api_keys_file)",
+            address,
+        )
+
+
+class _Descriptors:
+    """Looks whether there are any left: else the event loop ends each new connection, and says nothing."""
+
+    def __init__(self, on_none: Callable[[], None]) -> None:
+        self._on_none = on_none
+        self._seldom = Seldom()
+
+    def look(self, sock: socket.socket) -> None:
+        try:
+            os.close(os.dup(sock.fileno()))
+        except OSError:
+            self._on_none()
+            if self._seldom.due("none left"):
+                limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                logger.warning("all of the %d open files allowed are in use: clients are turned away", limit)
+
+
 class _Server(uvicorn.Server):
     """Ends in three steps: told (`on_end`), still accepting for `delay_s`, then finishing what is under way.
 
@@ -110,27 +134,64 @@ class _Server(uvicorn.Server):
     without waiting for anything.
     """
 
-    def __init__(self, config: uvicorn.Config, on_end: Callable[[], None], delay_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_end: Callable[[], None],
+        delay_s: float,
+        drain_s: float,
+        descriptors: _Descriptors,
+    ) -> None:
         super().__init__(config)
         self._on_end = on_end
-        self._delay_s = delay_s
+        self._delay_s, self._drain_s = delay_s, drain_s
+        self._descriptors = descriptors
+        self._signal = ""
+        self._cut = 0
+
+    async def on_tick(self, counter: int) -> bool:
+        # Every tenth of a second.
+        if counter % 10 == 0:
+            self._descriptors.look(self.servers[0].sockets[0])
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             self.force_exit = True
         else:
             self._on_end()
+            self._signal = signal.Signals(sig).name
             if sig == signal.SIGINT:
                 self._delay_s = 0.0
         super().handle_exit(sig, frame)
 
     async def main_loop(self) -> None:
         await super().main_loop()
+        # Not where the signal is handled, which may be in the middle of another line.
+        logger.info(
+            "told to end by %s (turns under way: %d): takes more for %g s, "
+            "then waits up to %g s for their end",
+            *(self._signal, len(self.server_state.tasks), self._delay_s, self._drain_s),
+        )
         loop = asyncio.get_running_loop()
         until = loop.time() + self._delay_s
         while loop.time() < until and not self.force_exit:
             await asyncio.sleep(min(0.1, until - loop.time()))
             await self.on_tick(0)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        under_way = len(self.server_state.tasks)
+        await super().shutdown(sockets)
+        level = logging.WARNING if self._cut else logging.INFO
+        ended = max(0, under_way - self._cut)
+        logger.log(level, "the end (turns under way: %d ended, %d cut)", ended, self._cut)
+
+    async def _wait_tasks_to_complete(self) -> None:
+        """Ended by its caller when the time is up; those that are left are cut then."""
+        try:
+            await super()._wait_tasks_to_complete()
+        finally:
+            self._cut = len(self.server_state.tasks)
 
 
 def _spare_the_collector() -> None:
@@ -149,8 +210,12 @@ def run(
     settings: Settings,
     sockets: list[socket.socket],
     on_end: Callable[[], None] = lambda: None,
+    on_full: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve on `sockets` until SIGINT or SIGTERM; `on_end` is called at the first of them, at once."""
+    """Serve on `sockets` until SIGINT or SIGTERM; `on_end` is called at the first of them, at once.
+
+    on_full: is called each second in which no client could connect, for want of descriptors.
+    """
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -165,11 +230,16 @@ def run(
         timeout_graceful_shutdown=math.ceil(min(settings.timeouts.drain_s, _LONGEST_DRAIN_S)),
     )
     _spare_the_collector()
-    print(
-        f"moongate listens on {base_url(sockets[0])}, admin on {base_url(sockets[-1])}/admin/v1", flush=True
-    )
+    # Nobody can be told where the output goes to a full disk; turns can be answered.
+    with suppress(OSError):
+        print(
+            f"moongate listens on {base_url(sockets[0])}, admin on {base_url(sockets[-1])}/admin/v1",
+            flush=True,
+        )
+    warn_if_open(sockets[0], settings.auth.api_keys_file)
     claim_descriptors(settings.limits.requests)
-    server = _Server(config, on_end, settings.timeouts.drain_delay_s)
+    timeouts = settings.timeouts
+    server = _Server(config, on_end, timeouts.drain_delay_s, timeouts.drain_s, _Descriptors(on_full))
 
     def end(*_: object) -> None:
         server.should_exit = True

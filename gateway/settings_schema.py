@@ -73,6 +73,13 @@ class Workers(Section, frozen=True):
     api_key: Annotated[
         str, Meta(extra=_SECRET, description="Key the workers expect. Clients' own keys never reach them.")
     ] = ""
+    ca_file: Annotated[
+        str,
+        Meta(
+            description="PEM file with the authorities that https:// workers' certificates are verified by, "
+            "and no others; empty: those that this system trusts."
+        ),
+    ] = ""
     health_interval_s: Annotated[float, Meta(gt=0, description="Seconds between two probes of a worker.")] = (
         1.0
     )
@@ -80,6 +87,15 @@ class Workers(Section, frozen=True):
     breaker_failures: Annotated[
         Count, Meta(description="Turns failed in a row after which a worker gets none for a while; 0: never.")
     ] = 5
+    breaker_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Share of its last 20 turns (10 at least) that were failed at which a worker gets "
+            "none for a while; 0: never.",
+        ),
+    ] = 0.5
     breaker_open_s: Annotated[
         float, Meta(gt=0, description="Seconds until such a worker is tried with one turn.")
     ] = 10.0
@@ -159,7 +175,13 @@ class PromptSettings(Section, frozen=True):
         ),
     ] = "auto"
     audit_fraction: Annotated[
-        float, Meta(ge=0, le=1, description="Share of turns whose prompt is checked against a worker's.")
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Share of turns whose prompt is checked against a worker's; in the long run one a "
+            "second at most.",
+        ),
     ] = 0.01
     forward_tokens: Annotated[
         bool, Meta(description="Send workers the token ids of prompts, where checks proved them equal.")
@@ -256,7 +278,11 @@ class Index(Section, frozen=True):
 
 class Mooncake(Section, frozen=True):
     master: Annotated[
-        str, Meta(description="HOST:PORT of the Mooncake master, as the workers use it. Empty: no pool.")
+        str,
+        Meta(
+            pattern=r"^([^/\s]+:[0-9]{1,5})?\Z",
+            description="HOST:PORT of the Mooncake master, as the workers use it. Empty: no pool.",
+        ),
     ] = ""
     http_port: Annotated[
         Annotated[int, Meta(ge=1, le=65535)], Meta(description="Port of the master's admin HTTP.")
@@ -290,19 +316,26 @@ class Mooncake(Section, frozen=True):
 
 class Timeouts(Section, frozen=True):
     connect_s: Annotated[float, Meta(gt=0, description="Seconds to connect to a worker.")] = 2.0
+    # This and `between_chunks_s` are as long as openai's and anthropic's SDKs wait: who gives up sooner makes
+    # them ask again for what is being computed.
     first_byte_s: Annotated[
-        Seconds, Meta(description="Seconds until an answer begins, all tries together; 0: no limit.")
-    ] = 300.0
+        Seconds,
+        Meta(
+            description="Seconds until an answer begins, all tries together; one that is not streamed begins "
+            "when it is complete; 0: no limit."
+        ),
+    ] = 600.0
     failover_s: Annotated[
         Seconds,
         Meta(
             description="Seconds until the headers of a streamed answer come, after which another worker is "
-            "tried if one can take the turn; 0: only workers that miss probes are given up."
+            "tried if one can take the turn, or those of an answer about a stored response (504 then); "
+            "0: only workers that miss probes are given up."
         ),
     ] = 30.0
     between_chunks_s: Annotated[
         Seconds, Meta(description="Seconds between two chunks of an answer; 0: no limit.")
-    ] = 300.0
+    ] = 600.0
     head_s: Annotated[
         Seconds, Meta(description="Seconds from a request's first byte to the end of its head; 0: no limit.")
     ] = 30.0

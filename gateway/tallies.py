@@ -1,6 +1,6 @@
-"""Counters and histograms on every turn's way, for one thread.
+"""Counters and histograms for one thread, cheap enough to stand on every turn's way.
 
-0.15 us a call; prometheus_client's own take 0.3 and 0.75.
+0.15 us a call; prometheus_client's own take 0.3 and 0.75, and bring a series of when each was made.
 """
 
 from bisect import bisect_left
@@ -30,6 +30,11 @@ class Tally(Collector):
             return False
         self._counts[labels] = count + 1
         return True
+
+    def forget(self, label: str, value: str) -> None:
+        """Drop the series in which `label` is `value`."""
+        place = self._of[2].index(label)
+        self._counts = {labels: n for labels, n in self._counts.items() if labels[place] != value}
 
     def describe(self) -> Iterator[Metric]:
         name, text, labels = self._of

@@ -52,6 +52,9 @@ def candidate(
 
     own: tokens of its recent work that were the turn's own session's.
     """
+    recent, recent_s = load.recent_tokens, load.recent_s
+    if own:
+        recent, recent_s = without(own, recent, recent_s)
     # In the order of its fields: by name it takes 1.2 us instead of 0.3, for every target of every turn.
     return Candidate(
         target,
@@ -62,19 +65,16 @@ def candidate(
         prefix.disk,
         prefix.coming,
         load.queued_tokens,
-        load.queued_context,
-        load.queued_own_tokens,
-        load.queued_remote_tokens,
-        load.queued_disk_tokens,
         load.queued_turns,
-        load.head_tokens,
-        load.head_s,
+        load.ahead_s,
         load.inflight,
         load.foreign,
         standing.waiting,
         standing.running,
-        max(0.0, load.recent_tokens - own) if own else load.recent_tokens,
-        load.recent_pulled,
+        recent,
+        load.queued_s,
+        recent_s,
+        load.recent_pull_s,
         load.held_tokens,
         load.decoding_tokens,
         standing.capacity_tokens,
@@ -85,6 +85,14 @@ def candidate(
         standing.weight,
         rates,
     )
+
+
+def without(own: float, recent_tokens: float, recent_s: float) -> tuple[float, float]:
+    """Recent work, in tokens and in seconds, less a session's `own` tokens of it."""
+    if recent_tokens <= own:
+        return 0.0, 0.0
+    left = recent_tokens - own
+    return left, recent_s * left / recent_tokens
 
 
 def pressure(

@@ -10,7 +10,7 @@ from typing import Final, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from policies.cost import BUSY, FOREIGN_TOKENS, LATE_S, MOST_BUSY, STEP_TOKENS, TWICE
+from policies.cost import BUSY, FOREIGN_TOKENS, MOST_BUSY, SOON_DECODING, STEP_TOKENS, TWICE
 from policies.types import Candidate, Turn
 
 Numbers = npt.NDArray[np.float64]
@@ -25,11 +25,10 @@ class Columns:
     """Each of shape (targets,), named as in Candidate and Rates; rates: of shape (7, targets)."""
 
     __slots__ = (
-        *("capacity_tokens", "coming_tokens", "decoding_tokens", "disk_tokens", "excluded", "foreign"),
-        *("head_s", "head_tokens", "held_tokens", "inflight", "local_tokens", "own_segment_tokens"),
-        *("pool_tokens", "pressure", "queued_context", "queued_disk_tokens", "queued_own_tokens"),
-        *("queued_remote_tokens", "queued_tokens", "queued_turns", "rates", "recent_pulled"),
-        *("recent_tokens", "running", "turn_s", "waiting", "weight"),
+        *("ahead_s", "capacity_tokens", "coming_tokens", "decoding_tokens", "disk_tokens", "excluded"),
+        *("foreign", "held_tokens", "inflight", "local_tokens", "own_segment_tokens", "pool_tokens"),
+        *("pressure", "queued_s", "queued_tokens", "queued_turns", "rates"),
+        *("recent_pull_s", "recent_s", "recent_tokens", "running", "turn_s", "waiting", "weight"),
     )
 
     def __init__(self, targets: int) -> None:
@@ -43,12 +42,10 @@ class Columns:
         self.weight: Numbers = np.ones(targets)
         self.local_tokens, self.pool_tokens, self.own_segment_tokens = nothing(), nothing(), nothing()
         self.disk_tokens, self.coming_tokens = nothing(), nothing()
-        self.queued_tokens, self.queued_context, self.queued_turns = nothing(), nothing(), nothing()
-        self.queued_own_tokens, self.queued_remote_tokens = nothing(), nothing()
-        self.queued_disk_tokens = nothing()
-        self.head_tokens, self.head_s = nothing(), nothing()
+        self.queued_tokens, self.queued_turns, self.ahead_s = nothing(), nothing(), nothing()
         self.inflight, self.foreign, self.waiting, self.running = nothing(), nothing(), nothing(), nothing()
-        self.recent_tokens, self.recent_pulled = nothing(), nothing()
+        self.recent_tokens, self.recent_pull_s = nothing(), nothing()
+        self.recent_s, self.queued_s = nothing(), nothing()
         self.held_tokens, self.decoding_tokens, self.capacity_tokens = nothing(), nothing(), nothing()
         self.turn_s, self.pressure = nothing(), nothing()
 
@@ -99,14 +96,13 @@ def total_costs(turn: Turn, fleet: Columns, recent_weight: float) -> Numbers:
     prefill = computed * (prefill_s + growth_s * (prompt - computed * 0.5))
     decoding = fleet.inflight + fleet.foreign
     found: Numbers = prefill + pull + first_s + decoding * decode_s * (1 + computed / STEP_TOKENS)
-    computing = fleet.recent_tokens * prefill_s
-    given = computing + fleet.queued_tokens * prefill_s if turn.new else computing
-    found += prefill * _waiting(computing) + given * recent_weight / fleet.weight
-    found += pull * _waiting(fleet.recent_pulled * remote_s)
+    given = fleet.recent_s + fleet.queued_s if turn.new else fleet.recent_s
+    found += prefill * _waiting(fleet.recent_s) + given * recent_weight / fleet.weight
+    found += pull * _waiting(fleet.recent_pull_s)
     # What is displaced is brought back from the pool if there is one, else computed again.
     back_s: Numbers = remote_s * (pool > 0) + prefill_s * (pool <= 0)
     found += fleet.pressure * np.maximum(prompt - fleet.local_tokens, 0.0) * back_s
-    return found + _queued(fleet) / fleet.weight + _room(turn, fleet)
+    return found + _waited(fleet) / fleet.weight + _room(turn, fleet)
 
 
 def _waiting(recent_s: Numbers) -> Numbers:
@@ -114,26 +110,15 @@ def _waiting(recent_s: Numbers) -> Numbers:
     return np.maximum(busy / (1 - busy), TWICE)
 
 
-def _queued(fleet: Columns) -> Numbers:
-    prefill_s, growth_s, own_s, remote_s, first_s, _, disk_s = fleet.rates
-    waiting = np.minimum(fleet.waiting - fleet.queued_turns, fleet.foreign)
-    foreign = np.maximum(waiting, 0.0) * FOREIGN_TOKENS * prefill_s
-    seconds = (
-        fleet.queued_tokens * prefill_s
-        + fleet.queued_context * growth_s
-        + fleet.queued_own_tokens * own_s
-        + fleet.queued_remote_tokens * remote_s
-        + fleet.queued_disk_tokens * disk_s
-    )
-    done = fleet.head_tokens * prefill_s
-    late = fleet.head_s - done - first_s
-    seconds += np.where(late > LATE_S, late, -np.minimum(done, fleet.head_s))
-    return foreign + np.where((fleet.queued_turns > 0) | (fleet.queued_tokens > 0), seconds, 0.0)
+def _waited(fleet: Columns) -> Numbers:
+    foreign = np.maximum(np.minimum(fleet.waiting - fleet.queued_turns, fleet.foreign), 0.0)
+    return fleet.ahead_s + foreign * FOREIGN_TOKENS * fleet.rates[0]
 
 
 def _room(turn: Turn, fleet: Columns) -> Numbers | float:
     missing = fleet.held_tokens + turn.prompt_tokens - fleet.capacity_tokens
-    short = (missing > 0) & (fleet.capacity_tokens > 0) & (fleet.decoding_tokens > 0)
+    short = (missing > 0) & (fleet.capacity_tokens > 0)
     if not short.any():
         return 0.0
-    return np.where(short, missing * fleet.turn_s / np.where(short, fleet.decoding_tokens, 1.0), 0.0)
+    back = np.maximum(fleet.decoding_tokens, fleet.capacity_tokens * SOON_DECODING)
+    return np.where(short, missing * fleet.turn_s / np.where(short, back, 1.0), 0.0)

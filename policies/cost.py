@@ -15,8 +15,9 @@ TERMS = PREDICTED + PRICES
 FOREIGN_TOKENS = 1024
 # vLLM's default --max-num-batched-tokens: a prompt is computed in so many steps, each shared with decodes.
 STEP_TOKENS = 8192
-# A turn is held up when it is so much later than expected; less is the network, or a rate not yet learned.
-LATE_S = 1.0
+# Where turns wait for room, those that decode soon hold that share of the cache. Taken for as few as did so
+# far, 15 tokens that a report was off by made 2,600 that lacked last 35 s, and all fled to where none did.
+SOON_DECODING = 0.25
 # How much a second of work that a target did lately counts, as a share of one that is still ahead.
 RECENT_WEIGHT = 0.1
 # What work done a second time takes from others at the least, as a share of its time. With all of it sessions
@@ -64,16 +65,14 @@ def costs(turn: Turn, candidate: Candidate, recent_weight: float = RECENT_WEIGHT
     if c.pressure > 0 and prompt > c.local_tokens:
         # What is displaced is brought back from the pool if there is one, else computed again.
         eviction = c.pressure * (prompt - c.local_tokens) * (rates.remote_s if c.pool_tokens else prefill_s)
-    computing = c.recent_tokens * prefill_s
     # A session stays where it begins. If what waits there were not held against it, all that come while a
     # head is being computed would follow it: 16 to an instance with room for three, 190 of 250 idle.
-    given = computing + c.queued_tokens * prefill_s if turn.new else computing
-    delay = prefill * _waiting(computing)
+    given = c.recent_s + c.queued_s if turn.new else c.recent_s
+    delay = prefill * _waiting(c.recent_s)
     if pulled > 0:
-        pulling = c.recent_pulled * rates.remote_s
-        delay += (pull_own + pull_remote + pull_disk) * _waiting(pulling)
+        delay += (pull_own + pull_remote + pull_disk) * _waiting(c.recent_pull_s)
     return (
-        queued_seconds(c) / c.weight,
+        waiting_seconds(c) / c.weight,
         room_seconds(turn, c),
         pull_own,
         pull_remote,
@@ -99,26 +98,11 @@ def _waiting(recent_s: float) -> float:
     return waiting if waiting > TWICE else TWICE
 
 
-def queued_seconds(c: Candidate) -> float:
-    """Seconds of work ahead: own leases, less what the oldest has had, and what others sent there."""
-    rates = c.rates
+def waiting_seconds(c: Candidate) -> float:
+    """Seconds of work ahead: own leases, and what others sent there."""
     # Our own that the worker had waiting when it was last asked may have ended since.
     foreign = min(c.waiting - c.queued_turns, c.foreign)
-    seconds = foreign * FOREIGN_TOKENS * rates.prefill_s if foreign > 0 else 0.0
-    if not c.queued_turns and not c.queued_tokens:
-        return seconds
-    seconds += (
-        c.queued_tokens * rates.prefill_s
-        + c.queued_context * rates.growth_s
-        + c.queued_own_tokens * rates.own_s
-        + c.queued_remote_tokens * rates.remote_s
-        + c.queued_disk_tokens * rates.disk_s
-    )
-    # A turn that takes longer than expected has not had more than all its work. What keeps it (a stalled
-    # engine, a load that hangs) is taken to last as long again.
-    done = c.head_tokens * rates.prefill_s
-    late = c.head_s - done - rates.first_s
-    return seconds + late if late > LATE_S else seconds - (done if done < c.head_s else c.head_s)
+    return c.ahead_s + foreign * FOREIGN_TOKENS * c.rates.prefill_s if foreign > 0 else c.ahead_s
 
 
 def room_seconds(turn: Turn, c: Candidate) -> float:
@@ -127,9 +111,9 @@ def room_seconds(turn: Turn, c: Candidate) -> float:
     They end one after another, so all they hold comes back within the time that one of them takes.
     """
     missing = c.held_tokens + turn.prompt_tokens - c.capacity_tokens
-    if missing <= 0 or not c.capacity_tokens or c.decoding_tokens <= 0:
+    if missing <= 0 or not c.capacity_tokens:
         return 0.0
-    return missing / c.decoding_tokens * c.turn_s
+    return missing / max(c.decoding_tokens, c.capacity_tokens * SOON_DECODING) * c.turn_s
 
 
 def predicted_ttft(terms: Costs) -> float:

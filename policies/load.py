@@ -33,6 +33,8 @@ def work(candidate: Candidate) -> float:
 
 def pick_least_loaded(candidates: Sequence[Candidate], draw: float) -> Candidate:
     """The least loaded candidate; equals share evenly by `draw`. `candidates` must not be empty."""
+    if len(candidates) == 1:
+        return candidates[0]
     keys = [load_key(c) for c in candidates]
     lightest = min(keys)
     return first(seed_of(draw), [c for c, key in zip(candidates, keys, strict=True) if key == lightest])

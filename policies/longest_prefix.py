@@ -85,7 +85,12 @@ class LongestPrefix:
         holder = pick_least_loaded(holders, turn.draw)
         if load_key(lightest) >= load_key(holder):
             return holder, "longest local prefix"
-        behind = sum(self._terms(turn, holder).values()) - sum(self._terms(turn, lightest).values())
+        ours, theirs = self._terms(turn, holder), self._terms(turn, lightest)
+        behind = sum(ours.values()) - sum(theirs.values())
+        if turn.new:
+            # Those that come together are spread, whoever did less for sessions before them, which may be
+            # over: else of 24 at once 12 went to one of four workers, which had room for five.
+            behind = max(behind, behind - ours["recent"] + theirs["recent"])
         if behind > self._margin(turn, holder):
             return lightest, "holder busy"
         return holder, "longest local prefix"

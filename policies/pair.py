@@ -1,6 +1,7 @@
 """Placing prefill and decode apart: a policy chooses where the prompt is computed, load who decodes it."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from msgspec.structs import replace as with_fields
 
@@ -8,6 +9,7 @@ from policies.load import pick_least_loaded
 from policies.types import Candidate, Decision, Policy, Turn
 
 _WHOLE = frozenset(("both",))
+_role = attrgetter("role")
 
 
 def placed(policy: Policy, turn: Turn, candidates: Sequence[Candidate]) -> Decision:
@@ -16,7 +18,7 @@ def placed(policy: Policy, turn: Turn, candidates: Sequence[Candidate]) -> Decis
     A target for prefill alone is out while nobody can decode; one for decode alone takes whole turns only
     where nobody else can.
     """
-    if {c.role for c in candidates} <= _WHOLE:
+    if _WHOLE.issuperset(map(_role, candidates)):
         return policy(turn, candidates)
     able = [c for c in candidates if not c.excluded]
     decoders = [c for c in able if c.role != "prefill"]

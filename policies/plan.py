@@ -72,7 +72,7 @@ class Plan:
         shown = _guarded(shown, self._guards, fired)
         short = self._guards.min_prefix_tokens
         weighed = [_without_short(c, short) for c in shown] if short else shown
-        decision = self._decided(policy, turn, weighed)
+        decision = stood_in(policy, self._fallback, turn, weighed)
         if not turn.prompt_tokens:
             # What its target will do with a prompt that nobody knows can't be said.
             decision = with_fields(decision, action="none")
@@ -83,16 +83,18 @@ class Plan:
             weigh = partial(_as_weighed, weigh, short)
         return with_fields(decision, candidates=tuple(shown), weigh=weigh, rule=name, guards=tuple(fired))
 
-    def _decided(self, policy: Policy, turn: Turn, candidates: Sequence[Candidate]) -> Decision:
-        """An installed policy's fault must not be a turn's, nor that of a fallback which is one, too."""
+
+def stood_in(policy: Policy, fallback: Policy, turn: Turn, candidates: Sequence[Candidate]) -> Decision:
+    """`policy`'s decision. An installed policy's fault must not be a turn's: then it is `fallback`'s, and
+    where that is one that fails, too, the least loaded target. `fault` says how `policy` failed."""
+    try:
+        return placed(policy, turn, candidates)
+    except Exception as error:
         try:
-            return placed(policy, turn, candidates)
-        except Exception as error:
-            try:
-                decision = placed(self._fallback, turn, candidates)
-            except Exception:
-                decision = placed(least_loaded, turn, candidates)
-            return with_fields(decision, reason="the policy failed, fallback", fault=said(error))
+            decision = placed(fallback, turn, candidates)
+        except Exception:
+            decision = placed(least_loaded, turn, candidates)
+        return with_fields(decision, reason="the policy failed, fallback", fault=said(error))
 
 
 def _matches(match: Match, turn: Turn, facts: Facts) -> bool:

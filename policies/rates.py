@@ -37,15 +37,25 @@ _CHANGED: Final = 3 * (math.log(_STRANGE) - _CHANCE) - 1e-9
 _SINCE: Final = 8
 # What a change leaves of what was measured before it.
 _KEEP_AFTER_CHANGE: Final = 0.05
+# How far samples are taken to be off, as logarithms, before any are known, and as if so many had been.
+_SPREAD: Final = 0.3
+_SPREAD_SAMPLES: Final = 2.0
+# What sets a target apart from the others counts half after so long: it may be over, and nobody would know
+# where turns go elsewhere for it.
+_APART_S: Final = 120.0
 # Measurements count half after so long.
 _HALF_LIFE_S: Final = 900.0
 _LEAST, _MOST = 1e-3, 1e4
+# Of so many turns that waited for nobody the quickest tell what every turn takes anyway: what such a turn
+# took less twice its work, as it is not known yet which of the two is which.
+_ALONE: Final = 32
+_WORK_TWICE: Final = 2.0
 # What is usual is the mean of so many samples.
 _USUAL: Final = 20
 # How far, as logarithms, a target must be from the others to be no longer taken for one of them, and to be
-# taken for another: by a third, and twice as fast or slow.
-_SAME: Final = math.log(1.35)
-_OTHER: Final = math.log(2.0)
+# taken for another, beyond what chance explains: by a tenth, and by half.
+_SAME: Final = math.log(1.1)
+_OTHER: Final = math.log(1.5)
 # Up to so many targets of a model that are taken together the more are remembered the more there are.
 _TOGETHER: Final = 8
 # How far what is believed may be off: by 5 times what was believed at first.
@@ -164,15 +174,19 @@ class Learner:
     """The rates of one target. Time is passed in, in seconds of any clock that does not go back."""
 
     __slots__ = (
+        "_alone",
         "_at",
         "_drifts",
+        "_evidence",
         "_keep",
         "_known",
         "_measured",
         "_prior",
         "_seconds",
+        "_square",
         "_theta",
         "_usual",
+        "anyway_s",
         "rates",
         "samples",
     )
@@ -188,9 +202,20 @@ class Learner:
         self._seconds = np.array(msgspec.structs.astuple(prior)[:_N])
         self._known = np.zeros((_N, _N))
         self._usual = np.zeros(_N)
+        # How far the last samples were off, squared, and how many these are.
+        self._square = _SPREAD**2
+        self._evidence = 0.0
         self._at = 0.0
         self._measured = False
         self._drifts = _Drift(1), _Drift(-1)
+        self._alone: deque[float] = deque(maxlen=_ALONE)
+        # What every turn takes at the least, whatever else it has to do.
+        self.anyway_s = 0.0
+
+    def alone(self, work_s: float, seconds: float) -> None:
+        """A turn that waited for nobody, with work that should take `work_s`, took `seconds`."""
+        self._alone.append(seconds - _WORK_TWICE * work_s)
+        self.anyway_s = sorted(self._alone)[len(self._alone) // 10]
 
     def share(self, targets: int) -> None:
         """Samples come from so many targets."""
@@ -205,6 +230,9 @@ class Learner:
         self.samples += 1
         self._usual += (work_done - self._usual) / min(self.samples, _USUAL)
         off = math.log(max(seconds, _FLOOR_S) / max(expected, _FLOOR_S))
+        known = self._evidence + _SPREAD_SAMPLES
+        self._square += (off * off - self._square) / (known + 1.0)
+        self._evidence = self._evidence * _KEEP + 1.0
         if self._measured:
             for drift in self._drifts:
                 if drift.add(off, amounts, seconds):
@@ -216,6 +244,8 @@ class Learner:
 
     def _change(self, since: Sequence[tuple["np.ndarray[Any, Any]", float]]) -> None:
         self._known *= _KEEP_AFTER_CHANGE
+        # That they were off was no chance.
+        self._square, self._evidence = _SPREAD**2, float(len(since))
         for amounts, seconds in since:
             self._take(amounts, seconds)
         self._drifts = _Drift(1), _Drift(-1)
@@ -223,6 +253,7 @@ class Learner:
     def _age(self, now: float) -> None:
         if self._at:
             self._known *= 0.5 ** (max(0.0, now - self._at) / _HALF_LIFE_S)
+            self._evidence *= 0.5 ** (max(0.0, now - self._at) / _APART_S)
         self._at = now
 
     def _take(self, amounts: "np.ndarray[Any, Any]", seconds: float) -> None:
@@ -260,17 +291,20 @@ class Learner:
         self._seconds = theta * self._prior
         self.rates = _rates(self._seconds, sure)
 
-    def among(self, alike: "Learner") -> Rates:
+    def among(self, alike: "Learner", now: float) -> Rates:
         """The rates to go by where `alike` has learned from this target and others like it.
 
-        Few samples say little of one target: as long as its usual work takes about as long by its own rates
-        as by the common ones, it has the common ones. Rates are mixed as a whole: they were fitted together.
+        Few samples say little of one target, less the more they are off by chance, and old ones less: as long
+        as its usual work takes about as long by its own rates as by the common ones, or no farther from that
+        than chance explains, it has the common ones. Rates are mixed as a whole: they were fitted together.
         """
         if not self.samples:
             return alike.rates
         own, common = self._seconds, alike._seconds
         ratio = max(float(own @ self._usual), 1e-9) / max(float(common @ self._usual), 1e-9)
-        apart = (abs(math.log(ratio)) - _SAME) / (_OTHER - _SAME)
+        evidence = self._evidence * 0.5 ** (max(0.0, now - self._at) / _APART_S)
+        chance = 2.0 * math.sqrt(self._square / max(evidence, 1e-9))
+        apart = (abs(math.log(ratio)) - chance - _SAME) / (_OTHER - _SAME)
         if apart <= 0.0:
             return alike.rates
         if apart >= 1.0:

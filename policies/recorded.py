@@ -27,11 +27,11 @@ class Decided(msgspec.Struct, frozen=True):
         return cls(d.target, d.action, d.reason, d.policy, d.rule, d.guards, d.decode)
 
 
-OutcomeKind = Literal["ok", "error", "cancelled", "moved"]
+OutcomeKind = Literal["ok", "error", "refused", "cancelled", "moved"]
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a turn ended. moved: its worker failed, and it was placed anew.
+    """How a turn ended. moved: its worker failed, and it was placed anew. refused: by us, with a 4xx.
 
     status: HTTP status sent to the client, 0 if it left before one was.
     cached_tokens: what the worker reported, None if it reported nothing. ttft_s: None without a first byte;

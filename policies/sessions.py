@@ -141,6 +141,10 @@ class Stay:
             self._residents.move_to_end(conversation)
 
 
+NOWHERE: Final = Stay(None, OrderedDict(), False)
+"""Of turns whose session is not known."""
+
+
 class _Group:
     """Chains of one model: where they end now, where they ended first, and marks on the way.
 
@@ -172,12 +176,12 @@ class _Group:
         start = max(0, deep - 2)
         window = list(keys[start : deep + _STRIDE])
         tips, firsts = self.tips, self.firsts
-        for place in range(len(window) - 1, -1, -1):
+        ends = tips.keys() & window | firsts.keys() & window
+        if ends:
+            place = max(map(window.index, ends))
             key = window[place]
-            if key in tips:
-                return tips[key], True, start + place + 1
-            if key in firsts:
-                return firsts[key], False, start + place + 1
+            found = tips.get(key)
+            return found or firsts[key], found is not None, start + place + 1
         if owner is not None and owner.first <= deep:
             return owner, False, deep
         return None, False, deep
@@ -233,7 +237,6 @@ class Sessions:
         keys: none where its prompt is not known; then it counts for what was last seen of its session.
         last: its client says that the session ends with it. Nobody is expected back then.
         """
-        residents = self._targets.setdefault(target, OrderedDict())
         if keys:
             chains = self._groups.setdefault(group, _Group())
             conversation, kept = self._going_on(known, chains, keys)
@@ -241,7 +244,7 @@ class Sessions:
             chains = self._groups.get(group)
             conversation, kept = (None if chains is None else chains.named.get(known.name)), 0
             if chains is None or conversation is None:
-                return Stay(None, residents, last)
+                return NOWHERE
         if conversation is None:
             others = known.shared_blocks * block_size
             conversation = _Conversation(known.name, len(keys), keys[-1], others)
@@ -260,6 +263,7 @@ class Sessions:
             self._leave(conversation)
         conversation.target, conversation.over = target, False
         conversation.under_way += 1
+        residents = self._targets.setdefault(target, OrderedDict())
         residents[conversation] = None
         residents.move_to_end(conversation)
         while len(self._all) > self._most:

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import filterfalse
 from operator import attrgetter
 
 from policies.types import Candidate, Decision
 
 _MASK = (1 << 64) - 1
-_target = attrgetter("target")
+_target, _excluded = attrgetter("target"), attrgetter("excluded")
 
 
 @lru_cache(maxsize=8192)
@@ -49,7 +50,7 @@ def seed_of(draw: float) -> int:
 
 def eligible(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates that may be chosen, in an order that does not depend on how they were given."""
-    return sorted([c for c in candidates if not c.excluded], key=_target)
+    return sorted(filterfalse(_excluded, candidates), key=_target)
 
 
 def unplaced(policy: str, candidates: Sequence[Candidate]) -> Decision:

@@ -41,7 +41,7 @@ class Rates(msgspec.Struct, frozen=True, gc=False):
     growth_s: what each token of context before it adds; fitted to gpt-oss-120b on H200, 2K to 48K tokens.
     own_s, remote_s, disk_s: pulling one token from the target's own segment (26 ms a GB), from another's
     (50 ms) and from a disk (150 ms), at 256 KB a token.
-    first_s: the first step, and whatever else every turn takes.
+    first_s: the first step, and whatever else every turn takes; others do not wait for it.
     decode_s: what each turn that decodes there adds to a step.
     confidence: how much each of the seven, in this order, rests on measurement: 0 not at all, 1 all.
     """
@@ -70,15 +70,13 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     segment: read by a local copy, not over the network. disk_tokens: those that only a disk has.
     coming_tokens: leading tokens that turns sent there already are going to compute: no hit yet.
     queued_tokens: uncached tokens of turns already sent there whose first token is still awaited.
-    queued_context: for each of these tokens the tokens of context before it, summed: growth_s is per one.
-    queued_own_tokens, queued_remote_tokens, queued_disk_tokens: pool tokens that these turns have to pull,
-    by source.
-    queued_turns: these turns.
-    head_tokens, head_s: the oldest of them: its uncached tokens, and for how many seconds it has been first.
+    queued_turns: these turns. ahead_s: for how many seconds a turn sent there now would wait for them.
     inflight: turns sent there that have not ended. foreign: those that others sent, another gateway, say.
     waiting, running: requests as the worker itself reports them (scraped, so a little old).
-    recent_tokens, recent_pulled: uncached and pulled tokens of turns whose first token has come, each
-    counting less with every second; of the former not those of the turn's own session.
+    recent_tokens: uncached tokens of turns whose first token has come, each counting less with every second,
+    but for those of the turn's own session. queued_s, recent_s: what queued_tokens and recent_tokens were
+    expected to take when they were sent there; recent_pull_s: the same for what was pulled, as if all of it
+    had lain elsewhere.
     held_tokens: context of turns under way, of which decoding_tokens that of turns that decode.
     capacity_tokens: what its cache holds, 0 when not known. turn_s: seconds for which a turn decodes there.
     pressure: how likely what has to make room for this turn is to be wanted back soon, 0 to 1.
@@ -94,19 +92,16 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     disk_tokens: int = 0
     coming_tokens: int = 0
     queued_tokens: int = 0
-    queued_context: float = 0.0
-    queued_own_tokens: int = 0
-    queued_remote_tokens: int = 0
-    queued_disk_tokens: int = 0
     queued_turns: int = 0
-    head_tokens: int = 0
-    head_s: float = 0.0
+    ahead_s: float = 0.0
     inflight: int = 0
     foreign: float = 0.0
     waiting: float = 0.0
     running: float = 0.0
     recent_tokens: float = 0.0
-    recent_pulled: float = 0.0
+    queued_s: float = 0.0
+    recent_s: float = 0.0
+    recent_pull_s: float = 0.0
     held_tokens: int = 0
     decoding_tokens: int = 0
     capacity_tokens: int = 0

@@ -6,13 +6,14 @@ other, by whomever: nobody computes faster than the fastest instance, and no tok
     first token   overhead + tokens nobody has seen / fastest prefill + first step (+ decode's, with P/D)
     last token    that + (answer - 1) * (step + what one decoding turn adds)
 
-and for a whole run that its time is no less than any session's turns and thinking one after the other, than
-all of them over the sessions that may be under way at a time, and than all unseen tokens over all instances.
+and for a whole run that its time is no less than any session's turns and thinking one after the other (from
+when it comes on, where sessions come at times of their own), than all of them over the sessions that may be
+under way at a time, and than all unseen tokens over all instances.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -50,18 +51,23 @@ class Bounds:
             else least
         )
 
-    def duration_s(self, jobs: Iterable[Job], think: float) -> float:
+    def duration_s(self, jobs: Sequence[Job], think: float) -> float:
         """From the first arrival to the last token of these turns, the last ones of a run."""
         unseen = 0
         paths: dict[int, float] = {}
+        # When sessions come, where that does not hang on when others end.
+        came: dict[int, float] = {}
         for job in jobs:
             least = self.least(job)
             unseen += least.unseen
             before = paths.get(job.session)
+            if before is None and self.active is None and not job.place and not job.again:
+                came[job.session] = job.arrived - jobs[0].arrived
             thought = 0.0 if job.again else job.asked.think_s * think
             waited = 0.0 if before is None else before + thought
             paths[job.session] = waited + least.e2e_s
-        found = max(max(paths.values()), unseen / self.prefill_tok_s)
+        ends = max(came.get(session, 0.0) + path for session, path in paths.items())
+        found = max(ends, unseen / self.prefill_tok_s)
         return found if self.active is None else max(found, sum(paths.values()) / self.active)
 
 

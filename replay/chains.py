@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Final, overload
 
 import numpy as np
@@ -14,29 +15,16 @@ class Pieces(Sequence[int]):
     """Ranges back to back. A session of 100,000 tokens is two of them: the head it shares, and its own."""
 
     __hash__ = None  # type: ignore[assignment]
-    __slots__ = ("_ends", "_ranges")
+    __slots__ = ("bases", "ends", "ranges")
 
     def __init__(self, ranges: Iterable[range]) -> None:
-        self._ranges: Final = [each for each in ranges if each]
-        ends: list[int] = []
-        total = 0
-        for each in self._ranges:
-            total += len(each)
-            ends.append(total)
-        self._ends: Final = ends
-
-    @property
-    def ranges(self) -> Sequence[range]:
-        return self._ranges
-
-    def piece(self, index: int) -> tuple[int, int]:
-        """The key at `index`, and up to where each following key is one more than the one before."""
-        place = bisect_right(self._ends, index)
-        end = self._ends[place]
-        return self._ranges[place][index - end], end
+        """ends: where each range ends in the chain; bases: what to add to a place in it to get its key."""
+        self.ranges: Final = [each for each in ranges if each]
+        self.ends: Final = list(accumulate(map(len, self.ranges)))
+        self.bases: Final = [each.stop - end for each, end in zip(self.ranges, self.ends, strict=True)]
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self.ends[-1] if self.ends else 0
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -44,44 +32,42 @@ class Pieces(Sequence[int]):
     def __getitem__(self, index: slice) -> array[int]: ...
     def __getitem__(self, index: int | slice) -> int | array[int]:
         """A slice is an array of 64-bit words: made twenty times as fast as a list, and packed as it is."""
-        ends = self._ends
-        if isinstance(index, int):
+        if isinstance(index, slice):
+            return self._slice(*index.indices(len(self)))
+        if index < 0:
+            index += len(self)
             if index < 0:
-                index += len(self)
-            piece = bisect_right(ends, index)
-            if index < 0 or piece == len(ends):
                 raise IndexError(index)
-            return self._ranges[piece][index - ends[piece]]  # counted from the end of the piece
-        start, stop, step = index.indices(len(self))
+        return self.bases[bisect_right(self.ends, index)] + index
+
+    def _slice(self, start: int, stop: int, step: int) -> array[int]:
         if step != 1:
             return array("Q", [self[at] for at in range(start, stop, step)])
         found = array("Q")
-        piece = bisect_right(ends, start)
+        place = bisect_right(self.ends, start)
         while start < stop:
-            end = min(stop, ends[piece])
-            first = self._ranges[piece][start - ends[piece]]
-            found.frombytes(np.arange(first, first + end - start, dtype=np.uint64).tobytes())
+            end, base = min(stop, self.ends[place]), self.bases[place]
+            found.frombytes(np.arange(base + start, base + end, dtype=np.uint64).tobytes())
             start = end
-            piece += 1
+            place += 1
         return found
 
     def __iter__(self) -> Iterator[int]:
-        for each in self._ranges:
+        for each in self.ranges:
             yield from each
 
     def __repr__(self) -> str:
-        return f"Pieces({self._ranges})"
+        return f"Pieces({self.ranges})"
 
 
 def common(one: Pieces, other: Pieces, start: int, end: int) -> int:
     """Where two chains part: they are equal up to `start`; looked at up to `end`, no farther than both go."""
-    end = min(end, len(one), len(other))
     if one is other:
-        return max(start, end)
-    at = start
-    while at < end:
-        (left, left_end), (right, right_end) = one.piece(at), other.piece(at)
-        if left != right:
-            break
-        at = min(end, left_end, right_end)
-    return at
+        return max(start, min(end, len(one)))
+    at, ends, others = start, one.ends, other.ends
+    here, there = bisect_right(ends, at), bisect_right(others, at)
+    while at < end and here < len(ends) and there < len(others) and one.bases[here] == other.bases[there]:
+        at = min(ends[here], others[there])
+        here += at == ends[here]
+        there += at == others[there]
+    return max(start, min(at, end))

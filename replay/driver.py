@@ -9,9 +9,10 @@ from typing import Final
 
 from policies.registry import Reads
 from policies.types import Policy
+from replay.chains import Pieces
 from replay.clairvoyant import Clairvoyant
 from replay.clock import Clock
-from replay.instance import Blocks, Instance, Job, schedule
+from replay.instance import Instance, Job, schedule
 from replay.pool import Placement, PoolModel
 from replay.profile import Profile
 from replay.routing import Blind, Chooser, PolicyChooser
@@ -113,15 +114,18 @@ class Run:
             else None
         )
         links = schedule(self._clock)
+        changed: set[int] = set()
         self._instances: Final = [
-            Instance(number, profile, self._clock, links, self._pool, self)
+            Instance(number, profile, self._clock, links, self._pool, self, changed)
             for number, profile in enumerate(profiles)
         ]
         for each in self._instances:
             each.know(self._instances)
         self._chooser: Chooser
         if policy is None:
-            self._chooser = Clairvoyant(self._instances, self._pool, to_come, patience)
+            self._chooser = Clairvoyant(
+                self._instances, self._pool, trace.sessions, to_come, patience, changed
+            )
         elif reads == "nothing":
             self._chooser = Blind(policy, fleet.instances, seed)
         else:
@@ -222,11 +226,11 @@ class Run:
 
     # ------------------------------------------------------------------ what instances tell
 
-    def stored(self, instance: int, blocks: Blocks, now: float) -> None:
-        self._chooser.stored(instance, blocks, now)
+    def stored(self, instance: int, chain: Pieces, start: int, end: int, now: float) -> None:
+        self._chooser.stored(instance, chain, start, end, now)
 
-    def removed(self, instance: int, blocks: Blocks, now: float) -> None:
-        self._chooser.removed(instance, blocks, now)
+    def removed(self, instance: int, chain: Pieces, start: int, end: int, now: float) -> None:
+        self._chooser.removed(instance, chain, start, end, now)
 
     def prefilled(self, job: Job, now: float) -> None:
         self._chooser.prefilled(job, now)

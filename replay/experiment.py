@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
+from msgspec.structs import replace as with_fields
+
+from policies.installed import Installed
 from policies.registry import Reads, make, reads
 from policies.types import Policy
 from replay import profile as profiles
 from replay.at_once import Ended, Simulation, simulate
 from replay.bounds import bounds
 from replay.driver import Failure, Fleet, Load, Run
+from replay.fallible import Fallible
 from replay.measure import Measures, ideal_hits, measure
 from replay.pool import Placement
 from replay.profile import Profile
@@ -22,6 +26,8 @@ from replay.traces.types import Session, Trace
 CLAIRVOYANT = "clairvoyant"
 # Sessions under way at a time on each instance, as in the article's experiment with real traces.
 _PER_INSTANCE = 50
+# The time over which the first ones begin.
+_RAMP_S = 30.0
 # The clairvoyant is tried with each: 0 is better where nothing is short, 1 where the network or prefill is
 # (by a quarter with pulls over 5 GB/s). Neither sees what blocks of decoding turns cost others, as this
 # policy does, so it is tried with all that they know. The lowest mean time to first token is shown.
@@ -35,11 +41,12 @@ class BadExperiment(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """What to run. active: sessions under way at a time (default 50 for each instance). sessions: how many of
-    the trace are run, or with copies how many more (default: all, at least `active`). head: tokens of
-    head that sessions share at most. figures: changes to the profile. unlike: so many of the instances have
-    another profile (a name; "" for the same), with such changes. failures: when instances die, in seconds,
-    each for down_s."""
+    """What to run. active: sessions under way at a time (default 50 for each instance). ramp_s: the time over
+    which the first of them begin (default 30). rate: sessions a second instead. None of the three goes with a
+    trace that says when sessions begin. sessions: how many of the trace are run, or with copies how many more
+    (default: all, at least `active`). head: tokens of head that sessions share at most. figures: changes to
+    the profile. unlike: so many of the instances have another profile (a name; "" for the same), with such
+    changes. failures: when instances die, in seconds, each for down_s."""
 
     file: str
     format: str
@@ -54,7 +61,7 @@ class Experiment:
     active: int | None = None
     head: int | None = None
     sessions: int | None = None
-    ramp_s: float = 30.0
+    ramp_s: float | None = None
     rate: float | None = None
     think: float = 1.0
     warmup: float = 0.1
@@ -65,21 +72,25 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """measures: by policy, in the order asked for. truncated: sessions cut off at the first turn that is
-    longer than the model's limit. schedule: whose the clairvoyant's was."""
+    """measures: by policy, in the order asked for. sessions: that were run; copies: of these, copies of
+    others; truncated: of these, cut off at the first turn that is longer than the model's limit or HBM.
+    dropped: not run, as already their first turn is. active, ramp_s: None where sessions come at times of
+    their own. schedule: whose the clairvoyant's was."""
 
     experiment: Experiment
     profile: Profile
     sessions: int
-    active: int
+    copies: int
+    active: int | None
+    ramp_s: float | None
     truncated: int
+    dropped: int
     measures: Mapping[str, Measures]
     clairvoyant: Measures
     schedule: str
 
 
 Progress = Callable[[str, int, int], None]
-Bound = Literal["prefill", "pool", "decode and the agents' own pace"]
 
 
 def run(experiment: Experiment, progress: Progress | None = None, jobs: int = 1) -> Outcome:
@@ -93,13 +104,14 @@ def run(experiment: Experiment, progress: Progress | None = None, jobs: int = 1)
     profile = profiles.load(experiment.profile, experiment.figures)
     fleet = _fleet(experiment, profile)
     active = experiment.active or _PER_INSTANCE * experiment.instances
-    trace, truncated = _trace(experiment, fleet, active)
+    trace, truncated, dropped = _trace(experiment, fleet, active)
+    closed = experiment.rate is None and trace.sessions[0].arrives_s is None
+    ramp_s = _RAMP_S if experiment.ramp_s is None else experiment.ramp_s
     ideal = ideal_hits(trace)
     to_come = _to_come(trace, ideal, profile)
-    load = Load(active, experiment.ramp_s, experiment.rate, experiment.think)
+    load = Load(active, ramp_s, experiment.rate, experiment.think)
     total = sum(len(session.turns) for session in trace.sessions)
     failures = [Failure(at, experiment.down_s) for at in experiment.failures]
-    closed = experiment.rate is None and trace.sessions[0].arrives_s is None
     least = bounds(trace, fleet.profiles, active if closed else None)
 
     def simulation(
@@ -107,10 +119,12 @@ def run(experiment: Experiment, progress: Progress | None = None, jobs: int = 1)
     ) -> Simulation:
         def simulated(ended: Ended) -> Measures:
             seed = experiment.seed
+            fallible = Fallible(policy) if isinstance(policy, Installed) else None
+            decides = fallible or policy
             finished = Run(
-                trace, fleet, load, policy, seed, to_come, ended, failures, patience, at_once, by
+                trace, fleet, load, decides, seed, to_come, ended, failures, patience, at_once, by
             ).run()
-            return measure(
+            measures = measure(
                 finished,
                 ideal,
                 least,
@@ -119,6 +133,9 @@ def run(experiment: Experiment, progress: Progress | None = None, jobs: int = 1)
                 experiment.warmup,
                 experiment.think,
             )
+            if fallible is None:
+                return measures
+            return with_fields(measures, policy_failures=fallible.failed, policy_fault=fallible.fault)
 
         return simulated
 
@@ -134,18 +151,19 @@ def run(experiment: Experiment, progress: Progress | None = None, jobs: int = 1)
     measures = {name: tried[name] for name in made}
     # A policy's own schedule could be had, too.
     schedule = min(tried, key=lambda each: tried[each].ttft_mean_s)
-    sessions = len(trace.sessions)
-    return Outcome(experiment, profile, sessions, active, truncated, measures, tried[schedule], schedule)
-
-
-def bound(measures: Measures, profile: Profile, instances: int) -> Bound:
-    """What a run was held up by, judged by what is busy at least two thirds of the time."""
-    pulled = (measures.pool_network_bytes - measures.pool_put_bytes) / instances / measures.duration_s
-    if measures.prefill_busy > 2 / 3:
-        return "prefill"
-    if pulled > profile.network_bytes_s.value * 2 / 3:
-        return "pool"
-    return "decode and the agents' own pace"
+    return Outcome(
+        experiment,
+        profile,
+        sessions=len(trace.sessions),
+        copies=trace.copies,
+        active=active if closed else None,
+        ramp_s=ramp_s if closed else None,
+        truncated=truncated,
+        dropped=dropped,
+        measures=measures,
+        clairvoyant=tried[schedule],
+        schedule=schedule,
+    )
 
 
 def _to_come(trace: Trace, ideal: Sequence[Sequence[int]], profile: Profile) -> list[float]:
@@ -174,8 +192,12 @@ def _check(experiment: Experiment) -> None:
         (experiment.sessions is None or experiment.sessions >= 1, "sessions must be at least 1"),
         (experiment.head is None or experiment.head >= 0, "head must not be negative"),
         (experiment.rate is None or experiment.rate > 0, "rate must be above 0"),
+        (
+            experiment.rate is None or experiment.active is experiment.ramp_s is None,
+            "with --rate sessions come whatever is under way: --active and --ramp would have no effect",
+        ),
         (experiment.think >= 0, "think must not be negative"),
-        (experiment.ramp_s >= 0, "ramp must not be negative"),
+        (experiment.ramp_s is None or experiment.ramp_s >= 0, "ramp must not be negative"),
         (all(at >= 0 for at in experiment.failures), "instances cannot die before the start"),
         (experiment.down_s >= 0, "down must not be negative"),
         (all(count >= 1 for count, _, _ in experiment.unlike), "at least one instance must be unlike"),
@@ -201,29 +223,51 @@ def _fleet(experiment: Experiment, profile: Profile) -> Fleet:
     return Fleet(profile, experiment.instances, experiment.placement if experiment.pool else None, unlike)
 
 
-def _trace(experiment: Experiment, fleet: Fleet, active: int) -> tuple[Trace, int]:
+def _trace(experiment: Experiment, fleet: Fleet, active: int) -> tuple[Trace, int, int]:
+    """What is run, how many of its sessions are cut off, and how many are left out whole."""
     profile = fleet.profile
-    limit = min(min(each.max_model_len.value, each.hbm_tokens.value) for each in fleet.profiles)
+    limit, limit_of = min(
+        (figure.value, f"{key} = {figure.value:,.0f}")
+        for each in fleet.profiles
+        for key, figure in (("max_model_len", each.max_model_len), ("hbm_tokens", each.hbm_tokens))
+    )
     wanted = experiment.sessions or active
     trace = files.load(
         experiment.file, experiment.format, profile.blocks_of_tokens, sessions=wanted, head=experiment.head
     )
     sessions = trace.sessions[: experiment.sessions]
+    if sessions[0].arrives_s is not None:
+        _refuse_pace(experiment)
     kept: list[Session] = []
-    truncated = 0
-    for session in sessions:
+    recorded = len(trace.sessions) - trace.copies
+    copies = truncated = dropped = 0
+    for number, session in enumerate(sessions):
         turns = list(session.turns)
         for place, asked in enumerate(turns):
             tokens = asked.prompt_tokens + asked.output_tokens
             if tokens > limit:
                 turns = turns[:place]
-                truncated += 1
                 break
+        dropped += not turns
+        truncated += 0 < len(turns) < len(session.turns)
         if turns:
+            copies += number >= recorded
             kept.append(replace(session, turns=turns))
     if experiment.seed and sessions[0].arrives_s is None:
         # Another order is what another seed changes where nothing else is drawn.
         Random(experiment.seed).shuffle(kept)
     if not kept:
-        raise BadExperiment("no turn of the trace is within the model's limit")
-    return Trace(trace.block_size, kept), truncated
+        least = min(session.turns[0].prompt_tokens + session.turns[0].output_tokens for session in sessions)
+        raise BadExperiment(
+            f"no session's first turn is within {limit_of}: the shortest has {least:,} tokens with its answer"
+        )
+    return Trace(trace.block_size, kept, copies), truncated, dropped
+
+
+def _refuse_pace(experiment: Experiment) -> None:
+    paces = (("--active", experiment.active), ("--rate", experiment.rate), ("--ramp", experiment.ramp_s))
+    given = [flag for flag, value in paces if value is not None]
+    if given:
+        raise BadExperiment(
+            f"{experiment.file} says when its sessions begin: {' and '.join(given)} would have no effect"
+        )

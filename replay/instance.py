@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from functools import partial
+from typing import Final, Protocol
 
 from replay.chains import Pieces
 from replay.clock import Clock
-from replay.links import Flow, Link, Links
+from replay.links import Link, Links
 from replay.pool import SPREAD, PoolModel
 from replay.profile import Profile
 from replay.traces.types import Asked
-from workers.sim.engine import (
-    Effect,
-    Engine,
-    Finished,
-    Limits,
-    Load,
-    Rates,
-    Removed,
-    Save,
-    Started,
-    Stored,
-    Turn,
-)
+from workers.sim.engine import Engine, Limits, Rates
+from workers.sim.turn import Effect, Finished, Load, Removed, Save, Started, Stored, Turn
 
 # Blocks a decoding turn takes at once; exact enough at 16 x 64 tokens of a context of 50,000.
 STRIDE: Final = 16
@@ -36,11 +26,16 @@ class Job:
     """A turn on its way through an instance. Lengths in tokens.
 
     session, place: which turn of which session; number: the how-manieth of the run; last: no turn comes
-    after it in its session. own_tokens: of the pool tokens, those that lay in the instance's own segment;
-    dram_tokens: in its private DRAM. pulled_bytes, put_bytes: over the network.
+    after it in its session. own_tokens: of the turn's pool tokens, those that lay in the instance's own
+    segment; dram_tokens: in its private DRAM; both at its first admission. pulled_bytes, put_bytes: over the
+    network, also for a turn that was preempted and pulls once more.
     retried: how often it was sent again because its instance died before its first token; failed: it died
     after that, in the middle of the answer; unpulled: an instance from which it pulled died before the blocks
     were there, so that they were computed; again: the same turn was asked before, and its answer broke off.
+    submitted, prefilled: when its last try came to the engine, and when that had its first token. Of the
+    seconds in between: pull_s in which cached blocks came; computed_s of the others in which prompts were
+    computed, its own or those before it; steps_s: what two steps take, the one under way and its own.
+    source: the instance from which it pulled most; -1: from many, or none.
     """
 
     session: int
@@ -61,29 +56,20 @@ class Job:
     failed: bool = False
     unpulled: bool = False
     again: bool = False
-
-
-class Blocks(NamedTuple):
-    """Blocks `start` to `end - 1` of `chain`. Their keys are made for those alone who ask for them."""
-
-    chain: Pieces
-    start: int
-    end: int
-
-    @property
-    def keys(self) -> Sequence[int]:
-        return self.chain[self.start : self.end]
-
-    @property
-    def parent(self) -> int | None:
-        return self.chain[self.start - 1] if self.start else None
+    submitted: float = math.nan
+    prefilled: float = math.nan
+    pull_s: float = 0.0
+    computed_s: float = 0.0
+    computed_tokens: int = 0
+    steps_s: float = 0.0
+    source: int = -1
 
 
 class Watcher(Protocol):
-    """Who hears what happens on instances."""
+    """Who hears what happens on instances: that blocks `start` to `end - 1` of a chain can be hit, say."""
 
-    def stored(self, instance: int, blocks: Blocks, now: float) -> None: ...
-    def removed(self, instance: int, blocks: Blocks, now: float) -> None: ...
+    def stored(self, instance: int, chain: Pieces, start: int, end: int, now: float) -> None: ...
+    def removed(self, instance: int, chain: Pieces, start: int, end: int, now: float) -> None: ...
     def prefilled(self, job: Job, now: float) -> None: ...
     def started(self, job: Job, now: float) -> None: ...
     def ended(self, job: Job, now: float) -> None: ...
@@ -92,7 +78,7 @@ class Watcher(Protocol):
 class Station:
     """An engine that is woken when something happens in it."""
 
-    __slots__ = ("_clock", "_gone", "_handle", "_wake", "engine")
+    __slots__ = ("_clock", "_gone", "_handle", "_touch", "_wake", "engine")
 
     def __init__(
         self,
@@ -101,10 +87,13 @@ class Station:
         rates: Rates,
         lookup: Callable[[Turn], int] | None,
         handle: Callable[[Effect, float], None],
+        touch: Callable[[], None],
     ) -> None:
+        """touch: called before anything happens in it."""
         self.engine: Final = Engine(limits, rates, lookup=lookup)
         self._clock: Final = clock
         self._handle: Final = handle
+        self._touch: Final = touch
         self._wake = math.inf
         self._gone = False
 
@@ -124,6 +113,7 @@ class Station:
             self._settle()
 
     def _advance(self) -> None:
+        self._touch()
         now = self._clock.now
         for effect in self.engine.advance(now):
             self._handle(effect, now)
@@ -144,7 +134,10 @@ class Station:
 
 
 class Instance:
-    """Takes turns and tells `watcher` what becomes of them. `pool` None: only its own HBM caches."""
+    """Takes turns and tells `watcher` what becomes of them.
+
+    pool None: only its own HBM caches. changed: its number is put there whenever something happens in it.
+    """
 
     def __init__(
         self,
@@ -154,12 +147,14 @@ class Instance:
         links: Links,
         pool: PoolModel | None,
         watcher: Watcher,
+        changed: set[int],
     ) -> None:
         self.number: Final = number
         self.profile: Final = profile
         self.jobs: Final[dict[Job, None]] = {}  # before their first token
         self.preemptions = 0  # of those of its engines that are gone
         self._under_way: Final[dict[Job, None]] = {}
+        self._computed_s = 0.0  # in which its engine has computed prompts
         self.network: Final = Link(profile.network_bytes_s.value)
         self._sources: list[Instance] = []
         self._outgoing: Final = Link(profile.network_bytes_s.value)
@@ -171,6 +166,7 @@ class Instance:
         self._pool: Final = pool
         self._dram = self._memory()
         self._watcher: Final = watcher
+        self._touch: Final = partial(changed.add, number)
         if profile.decode is not None:
             self._handoff: Final = Link(profile.decode.network_bytes_s.value)
         self.prefill, self._decode = self._stations()
@@ -188,11 +184,11 @@ class Instance:
         """Empty engines."""
         clock, profile = self._clock, self.profile
         lookup = self._lookup if self._pool is not None or self._dram is not None else None
-        prefill = Station(clock, profile.limits(STRIDE), profile.rates(), lookup, self._handle)
+        prefill = Station(clock, profile.limits(STRIDE), profile.rates(), lookup, self._handle, self._touch)
         if profile.decode is None:
             return prefill, None
         limits, rates = profile.decode_limits(STRIDE), profile.decode_rates()
-        return prefill, Station(clock, limits, rates, self._all, self._handle_decode)
+        return prefill, Station(clock, limits, rates, self._all, self._handle_decode, self._touch)
 
     def die(self) -> list[Job]:
         """Everything in it is lost, and the transfers from and to it. Returns the turns that were under way.
@@ -209,6 +205,7 @@ class Instance:
         lost = list(self._under_way)
         self._under_way.clear()
         self.jobs.clear()
+        self._touch()
         for link in (self.network, self._outgoing, self._host):
             self._links.cut(link, now)
         if self.profile.decode is not None:
@@ -222,6 +219,7 @@ class Instance:
     def take(self, job: Job) -> None:
         job.instance = self.number
         self.jobs[job] = self._under_way[job] = None
+        self._touch()
         self._clock.at(self._clock.now + self.profile.overhead_s.value, self._submit, job, job.retried)
 
     def _submit(self, job: Job, tries: int) -> None:
@@ -230,6 +228,10 @@ class Instance:
         asked = job.asked
         answer = asked.output_tokens if self._decode is None else 1
         job.prefill = Turn(asked.chain, asked.prompt_tokens, answer, owner=job)
+        engine, profile = self.prefill.engine, self.profile
+        job.submitted, job.pull_s, job.source, job.computed_tokens = self._clock.now, 0.0, -1, 0
+        job.computed_s = -self._computed_s
+        job.steps_s = 2 * (profile.step_s.value + engine.running * profile.decode_seq_s.value)
         self.prefill.submit(job.prefill)
 
     def _lookup(self, turn: Turn) -> int:
@@ -243,21 +245,37 @@ class Instance:
     def _handle(self, effect: Effect, now: float) -> None:
         if isinstance(effect, Stored):
             chain: Pieces = effect.turn.chain  # pyright: ignore[reportAssignmentType]
-            self._watcher.stored(self.number, Blocks(chain, effect.start, effect.end), now)
+            self._watcher.stored(self.number, chain, effect.start, effect.end, now)
         elif isinstance(effect, Removed):
             gone: Pieces = effect.chain  # pyright: ignore[reportAssignmentType]
-            self._watcher.removed(self.number, Blocks(gone, effect.start, effect.end), now)
+            self._watcher.removed(self.number, gone, effect.start, effect.end, now)
         elif isinstance(effect, Save):
+            self._computed(effect)
             self._save(_job(effect.turn), effect.end, now)
         elif isinstance(effect, Load):
             self._load(effect, now)
         elif isinstance(effect, Started):
-            self.jobs.pop(_job(effect.turn), None)
-            self._watcher.prefilled(_job(effect.turn), now)
+            job = _job(effect.turn)
+            self.jobs.pop(job, None)
+            job.prefilled = now
+            job.computed_s += self._computed_s
+            self._watcher.prefilled(job, now)
             if self._decode is None:
-                self._watcher.started(_job(effect.turn), now)
+                self._watcher.started(job, now)
         else:
             self._prefill_ended(_job(effect.turn), now)
+
+    def _computed(self, save: Save) -> None:
+        """A chunk of a prompt was. What is computed once more after a preemption is the price of too little
+        room and not counted."""
+        job, end = _job(save.turn), save.end * self._size
+        before = max(job.computed_tokens, save.turn.cached_tokens)
+        if (tokens := end - before) > 0:
+            profile = self.profile
+            context = before + tokens / 2
+            self._computed_s += tokens / profile.prefill_tok_s.value
+            self._computed_s += tokens * context * profile.prefill_growth_s
+            job.computed_tokens = end
 
     def _prefill_ended(self, job: Job, now: float) -> None:
         if self._decode is None:
@@ -306,13 +324,15 @@ class Instance:
                 own += part.blocks
             else:
                 remote[part.owner] = remote.get(part.owner, 0.0) + part.blocks
-        job.own_tokens += own * self._size
-        job.dram_tokens += (dram - load.start) * self._size
+        if not load.turn.life:  # vLLM's counters of hits leave out preempted requests that come again, too
+            job.own_tokens = own * self._size
+            job.dram_tokens = (dram - load.start) * self._size
         own += dram - load.start
         pulled = sum(remote.values()) * self._block_bytes
         job.pulled_bytes += pulled
         profile = self.profile
         wait = profile.lookup_s.value + profile.lookup_block_s.value * load.end + profile.pull_setup_s.value
+        began = now, self._computed_s
         transfers: list[tuple[float, tuple[Link, ...]]] = []
         if own:
             transfers.append((own * self._block_bytes, (self._host,)))
@@ -322,17 +342,26 @@ class Instance:
             single = source != SPREAD and remote[source] * self._block_bytes * 2 > pulled
             ends = (self.network, self._sources[source]._outgoing) if single else (self.network,)
             transfers.append((pulled, ends))
-        self._clock.at(now + wait, self._transfer, load.turn, transfers)
+            job.source = source if single else -1
+        self._clock.at(now + wait, self._transfer, load.turn, transfers, began)
 
-    def _transfer(self, turn: Turn, transfers: list[tuple[float, tuple[Link, ...]]]) -> None:
+    def _transfer(
+        self, turn: Turn, transfers: list[tuple[float, tuple[Link, ...]]], began: tuple[float, float]
+    ) -> None:
+        """began: when the engine asked for the blocks, and what it had computed until then."""
         left, ok, station = len(transfers), True, self.prefill
         if _job(turn).prefill is not turn:
             return  # died since
+        self._touch()
 
-        def ended(_: float) -> None:
+        def ended(at: float) -> None:
             nonlocal left
             left -= 1
+            self._touch()
             if left == 0:
+                if (job := _job(turn)) in self.jobs:
+                    job.pull_s += at - began[0]
+                    job.computed_s -= self._computed_s - began[1]
                 station.loaded(turn, ok=ok)
 
         def failed(now: float) -> None:
@@ -351,15 +380,15 @@ def schedule(clock: Clock) -> Links:
     """Links whose flows end by this clock."""
     links: Links
 
-    def later(flow: Flow, version: int) -> None:
-        clock.at(flow.ends_at, _flow_ends, links, flow, version, clock)
+    def later(when: float, link: Link, version: int) -> None:
+        clock.at(when, _flow_ends, links, link, version, clock)
 
     links = Links(later)
     return links
 
 
-def _flow_ends(links: Links, flow: Flow, version: int, clock: Clock) -> None:
-    links.ended(flow, version, clock.now)
+def _flow_ends(links: Links, link: Link, version: int, clock: Clock) -> None:
+    links.ended(link, version, clock.now)
 
 
 def _job(turn: Turn) -> Job:

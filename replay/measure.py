@@ -12,6 +12,7 @@ from replay.bounds import Bounds
 from replay.driver import Finished
 from replay.instance import Job
 from replay.seen import Seen
+from replay.spent import Spent, spent
 from replay.traces.types import Trace
 
 # Of every series of points in a report so many are kept.
@@ -21,6 +22,8 @@ _POINTS = 100
 class Measures(msgspec.Struct, frozen=True):
     """Shares are of prompt tokens unless named otherwise; times in seconds; all of measured turns only.
 
+    Hits are what a turn's first admission found; what it finds again after a preemption is left out, so that
+    local, dram, own_segment, remote_pool and computed sum to 1.
     hit_rate: found cached, of which `local` in the instance's own HBM, `dram` in its private DRAM,
     `own_segment` in its own part of the pool and `remote_pool` in others'. local_share: of hit tokens, those
     that needed no network; own_segment_share: of hit tokens, those in the own segment. pool_network_bytes:
@@ -29,8 +32,9 @@ class Measures(msgspec.Struct, frozen=True):
     the mean. retried_turns: sent again because their instance died before their first token; their times
     begin with the first try. failed_turns: their instance died in the middle of the answer; they are in no
     other figure, but that the agent asks again. failed_pulls: turns whose pull's source died, so
-    that they computed. ttft_s, e2e_s and their bounds: percentiles 1 to 100. bound_...: what nobody could be
-    below with these turns (throughput: above), see replay/bounds.py.
+    that they computed. policy_failures: turns for which an installed policy failed, warm-up included, so that
+    the fallback decided; policy_fault: how, at first. ttft_s, e2e_s and their bounds: percentiles 1 to 100.
+    bound_...: what nobody could be below with these turns (throughput: above), see replay/bounds.py.
     """
 
     turns: int
@@ -61,7 +65,6 @@ class Measures(msgspec.Struct, frozen=True):
     e2e_p99_s: float
     throughput_tok_s: float
     duration_s: float
-    prefill_busy: float
     imbalance: float
     moved_share: float
     bound_ttft_p50_s: float
@@ -74,6 +77,9 @@ class Measures(msgspec.Struct, frozen=True):
     e2e_s: list[float]
     bound_ttft_s: list[float]
     bound_e2e_s: list[float]
+    spent: Spent
+    policy_failures: int = 0
+    policy_fault: str = ""
 
 
 def ideal_hits(trace: Trace) -> list[list[int]]:
@@ -149,7 +155,6 @@ def measure(
         e2e_p99_s=_percentile(e2e, 99),
         throughput_tok_s=(prompt + answers) / duration,
         duration_s=duration,
-        prefill_busy=(prompt - hit) / bounds.prefill_tok_s / duration,
         imbalance=float(load.max() / load.mean()),
         moved_share=_moved(jobs),
         bound_ttft_p50_s=_percentile(least_ttft, 50),
@@ -162,6 +167,7 @@ def measure(
         e2e_s=_series(e2e),
         bound_ttft_s=_series(least_ttft),
         bound_e2e_s=_series(least_e2e),
+        spent=spent(jobs, think),
     )
 
 

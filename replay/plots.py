@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from replay.experiment import Outcome
+from replay.experiment import CLAIRVOYANT, Outcome
 from replay.report import BOUND, curves, everybody
 
 SUFFIXES: Final = (".png", ".svg")
@@ -21,6 +21,10 @@ _SOURCES: Final = (
     ("remote_pool", "others' segments", "#e09f3e"),
     ("computed", "computed", "#d1495b"),
 )
+_STYLES: Final[dict[str, dict[str, Any]]] = {
+    BOUND: {"color": "black", "linestyle": ":"},
+    CLAIRVOYANT: {"linestyle": (0, (4, 4))},
+}
 
 
 def available() -> bool:
@@ -45,7 +49,8 @@ def write(outcome: Outcome, path: Path) -> None:
 
 def _times(axes: Any, title: str, lines: list[tuple[str, Any]]) -> None:
     for name, values in lines:
-        style = {"color": "black", "linestyle": ":"} if name == BOUND else {}
+        # The clairvoyant's run is a policy's where that found the best schedule: both show.
+        style = _STYLES.get(name, {})
         axes.plot(range(1, len(values) + 1), values, label=name, **style)
     axes.set(title=title, xlabel="percent of turns", yscale="log")
     axes.grid(alpha=0.3)

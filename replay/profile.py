@@ -14,6 +14,8 @@ from workers.sim.engine import Limits, Rates
 
 # Figures that a profile may leave out.
 _OPTIONAL: Final = ("prefill_growth", "dram_bytes")
+# Those that decode alone goes by: with P/D it has its own.
+_OF_DECODE: Final = ("decode_seq_s",)
 
 
 class BadProfile(ValueError):
@@ -154,10 +156,16 @@ def _change(tree: dict[str, Any], key: str, value: float) -> None:
     place: Any = tree.get(section) if section else tree
     figure: Any = place.get(inner) if isinstance(place, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
     if not isinstance(figure, dict) or "value" not in figure:
-        keys = [each for each, got in tree.items() if isinstance(got, dict) and "value" in got]
-        keys += [each for each in _OPTIONAL if each not in keys]
+        keys = [*_keys(tree), *(each for each in _OPTIONAL if each not in tree)]
+        keys += [f"decode.{each}" for each in _keys(tree.get("decode", {}))]
         raise BadProfile(f"the profile has no figure {key!r}; there are {', '.join(keys)}")
+    if key in _OF_DECODE and "decode" in tree:
+        raise BadProfile(f"{key} has no effect where decode has instances of its own: change decode.{key}")
     figure["value"], figure["source"] = value, "the command line"
+
+
+def _keys(tree: Mapping[str, Any]) -> list[str]:
+    return [each for each, got in tree.items() if isinstance(got, dict) and "value" in got]
 
 
 def _check(name: str, profile: Profile) -> None:

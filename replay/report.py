@@ -9,8 +9,10 @@ from typing import Any, Final
 
 import msgspec
 
-from replay.experiment import CLAIRVOYANT, Outcome, bound
+from replay.experiment import CLAIRVOYANT, Outcome
 from replay.measure import Measures
+from replay.repeat import command_line
+from replay.spent import held_up_by, said
 
 BOUND: Final = "lower bound"
 _COLUMNS: Final = (
@@ -49,7 +51,8 @@ def table(outcome: Outcome) -> str:
         ).rstrip()
         for row in rows
     ]
-    return "\n".join([*_heading(outcome), "", *lines, "", *_LEGEND])
+    again = f"Again: {command_line(outcome)}"
+    return "\n".join([*_heading(outcome), "", *lines, "", *_LEGEND, "", again])
 
 
 def document(outcome: Outcome) -> dict[str, Any]:
@@ -57,6 +60,7 @@ def document(outcome: Outcome) -> dict[str, Any]:
     experiment, profile = outcome.experiment, outcome.profile
     return {
         "run": {
+            "command": command_line(outcome),
             "file": experiment.file,
             "format": experiment.format,
             "profile": experiment.profile,
@@ -66,9 +70,13 @@ def document(outcome: Outcome) -> dict[str, Any]:
             "placement": experiment.placement if experiment.pool else None,
             "seed": experiment.seed,
             "sessions": outcome.sessions,
+            "copied_sessions": outcome.copies,
             "active": outcome.active,
             "truncated_sessions": outcome.truncated,
+            "dropped_sessions": outcome.dropped,
+            "ramp_s": outcome.ramp_s,
             "rate": experiment.rate,
+            "head": experiment.head,
             "think": experiment.think,
             "warmup": experiment.warmup,
             "clairvoyant_schedule": outcome.schedule,
@@ -81,12 +89,13 @@ def document(outcome: Outcome) -> dict[str, Any]:
             "options": {name: dict(each) for name, each in experiment.options.items()},
             "figures": msgspec.to_builtins(profile),
         },
-        "policies": {
-            name: {**msgspec.to_builtins(each), "bound": bound(each, profile, experiment.instances)}
-            for name, each in outcome.measures.items()
-        },
-        CLAIRVOYANT: msgspec.to_builtins(outcome.clairvoyant),
+        "policies": {name: _measured(each) for name, each in outcome.measures.items()},
+        CLAIRVOYANT: _measured(outcome.clairvoyant),
     }
+
+
+def _measured(each: Measures) -> dict[str, Any]:
+    return {**msgspec.to_builtins(each), "held_up_by": held_up_by(each.spent)}
 
 
 def encoded(outcome: Outcome) -> bytes:
@@ -105,6 +114,7 @@ def page(outcome: Outcome) -> str:
     body += f"<tr>{bound_cells}</tr>"
     intro = "".join(f"<p>{html.escape(line)}</p>" for line in _heading(outcome))
     legend = html.escape(" ".join(_LEGEND))
+    again = html.escape(command_line(outcome))
     figures = "".join(
         f"<figure><figcaption>{title}, by share of turns (logarithmic)</figcaption>{_curve(lines)}</figure>"
         for title, lines in curves(outcome)
@@ -119,7 +129,8 @@ def page(outcome: Outcome) -> str:
         "table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .6rem;text-align:right;"
         "border-bottom:1px solid #ddd}td:first-child,th:first-child,.sources td{text-align:left}"
         "figure{display:inline-block;margin:0 1rem 1rem 0}svg{background:#fafafa}</style>"
-        f"<h1>moongate replay</h1>{intro}<table><tr>{head}</tr>{body}</table><p>{legend}</p>{figures}"
+        f"<h1>moongate replay</h1>{intro}<table><tr>{head}</tr>{body}</table><p>{legend}</p>"
+        f"<p>Again: <code>{again}</code></p>{figures}"
         f"<h2>Profile</h2><table class=sources>{sources}</table>\n"
     )
 
@@ -147,22 +158,27 @@ def _heading(outcome: Outcome) -> list[str]:
     experiment, profile = outcome.experiment, outcome.profile
     pool = f"pool with {experiment.placement} placement" if experiment.pool else "no pool"
     ideal = 100 * outcome.clairvoyant.ideal_hit_rate
-    bounds = ", ".join(
-        f"{name} by {bound(each, profile, experiment.instances)}" for name, each in outcome.measures.items()
-    )
     deaths = [
         f"{name} {each.failures} dead instances, {each.retried_turns} turns sent again,"
         f" {each.failed_turns} broken off, {each.failed_pulls} pulls failed"
         for name, each in everybody(outcome)
         if each.failures
     ]
-    cut = f", {outcome.truncated} cut off at the model's limit" if outcome.truncated else ""
+    copies = f", {outcome.copies} of them copies" if outcome.copies else ""
+    cut = f", {outcome.truncated} of them cut off at the model's limit or HBM" if outcome.truncated else ""
+    cut += f" ({outcome.dropped} more left out whole)" if outcome.dropped else ""
     return [
         f"{profile.description}: {experiment.instances} instances"
         f" ({experiment.instances * int(profile.gpus.value)} GPUs), {pool}",
-        f"{experiment.file}: {outcome.sessions} sessions{cut}; {outcome.clairvoyant.turns} turns measured,"
-        f" ideal hit rate {ideal:.1f} %",
-        f"Held up: {bounds}",
+        f"{experiment.file}: {outcome.sessions} sessions{copies}{cut};"
+        f" {outcome.clairvoyant.turns} turns measured, ideal hit rate {ideal:.1f} %",
+        *(f"{name} is held up by {said(each.spent)}" for name, each in outcome.measures.items()),
+        *(
+            f"{name} failed for {each.policy_failures} turns, for which least_loaded, the fallback, decided;"
+            f" at first: {each.policy_fault}"
+            for name, each in outcome.measures.items()
+            if each.policy_failures
+        ),
         *(["Failures: " + "; ".join(deaths)] if deaths else []),
     ]
 

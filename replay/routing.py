@@ -9,13 +9,14 @@ from typing import Final, Protocol
 
 from policies.candidates import EVERY_S, Prefix, Standing, candidate, pressure
 from policies.columns import Shortlists
-from policies.ledger import Ledger, Ticket
-from policies.sessions import Known, Sessions, Stay
+from policies.ledger import Ledger
+from policies.page import Lease
+from policies.sessions import Known, Sessions
 from policies.types import Candidate, Policy, Rates
 from policies.types import Turn as Question
 from replay.board import MANY, Board
 from replay.chains import Pieces
-from replay.instance import Blocks, Instance, Job
+from replay.instance import Instance, Job
 from replay.pool import PoolModel
 from replay.profile import Profile
 from store.index import BlockIndex
@@ -25,8 +26,8 @@ class Chooser(Protocol):
     """Places turns, and hears of what it is told by workers' events and answers."""
 
     def choose(self, job: Job, now: float) -> int | None: ...
-    def stored(self, instance: int, blocks: Blocks, now: float) -> None: ...
-    def removed(self, instance: int, blocks: Blocks, now: float) -> None: ...
+    def stored(self, instance: int, chain: Pieces, start: int, end: int, now: float) -> None: ...
+    def removed(self, instance: int, chain: Pieces, start: int, end: int, now: float) -> None: ...
     def prefilled(self, job: Job, now: float) -> None: ...
     def ended(self, job: Job, now: float) -> None: ...
     def died(self, instance: int, now: float) -> None: ...
@@ -72,10 +73,10 @@ class Blind:
     def back(self, instance: int, now: float) -> None:
         self._candidates[instance] = Candidate(_name(instance))
 
-    def stored(self, instance: int, blocks: Blocks, now: float) -> None:
+    def stored(self, instance: int, chain: Pieces, start: int, end: int, now: float) -> None:
         pass
 
-    def removed(self, instance: int, blocks: Blocks, now: float) -> None:
+    def removed(self, instance: int, chain: Pieces, start: int, end: int, now: float) -> None:
         pass
 
     def prefilled(self, job: Job, now: float) -> None:
@@ -125,7 +126,7 @@ class PolicyChooser:
         self._index: Final = BlockIndex()
         self._ledger: Final = Ledger(_prior(profile), learns=timed)
         self._sessions: Final = Sessions()
-        self._tickets: Final[dict[Job, tuple[Ticket, Stay]]] = {}
+        self._leases: Final[dict[Job, Lease]] = {}
         self._random: Final = Random(seed)
         self._instances: Final = instances
         self._capacities: Final = [int(each.profile.hbm_tokens.value) // self._size for each in instances]
@@ -136,7 +137,7 @@ class PolicyChooser:
         self._shortlists: Final = policy if isinstance(policy, Shortlists) else None
         many = len(instances) >= MANY and self._shortlists is not None
         self._board: Final = Board(self._names, self._ledger, self._size, timed) if many else None
-        self._events: Final[deque[tuple[float, str, Blocks, bool]]] = deque()
+        self._events: Final[deque[tuple[float, str, Pieces, int, int, bool]]] = deque()
         self._reported_at = -EVERY_S
         self._standings: list[Standing] = []
 
@@ -166,7 +167,6 @@ class PolicyChooser:
         if chosen is None:
             return None
         self._number += 1
-        ticket = self._ledger.sent(turn, chosen, now, keys=keys)
         stay = self._sessions.placed(
             known,
             "",
@@ -177,7 +177,7 @@ class PolicyChooser:
             uncached=max(0, prompt - chosen.cached_tokens),
             block_size=self._size,
         )
-        self._tickets[job] = ticket, stay
+        self._leases[job] = self._ledger.sent(turn, chosen, now, keys=keys, stay=stay)
         return _number(chosen.target)
 
     def _report(self, now: float) -> list[Standing]:
@@ -235,12 +235,10 @@ class PolicyChooser:
 
     def prefilled(self, job: Job, now: float) -> None:
         """With P/D the gateway sees the first token of decode; that of prefill ends its leg."""
-        self._tickets[job][0].first_token(now)
+        self._leases[job].first_token(now)
 
     def ended(self, job: Job, now: float) -> None:
-        ticket, stay = self._tickets.pop(job)
-        ticket.ended(now)
-        stay.ended(now)
+        self._leases.pop(job).ended(now)
 
     def died(self, instance: int, now: float) -> None:
         name = self._names[instance]
@@ -259,17 +257,17 @@ class PolicyChooser:
         if self._board is not None:
             self._board.exclude(instance, False)
 
-    def stored(self, instance: int, blocks: Blocks, now: float) -> None:
-        self._events.append((now + self._delay, self._names[instance], blocks, True))
+    def stored(self, instance: int, chain: Pieces, start: int, end: int, now: float) -> None:
+        self._events.append((now + self._delay, self._names[instance], chain, start, end, True))
 
-    def removed(self, instance: int, blocks: Blocks, now: float) -> None:
-        self._events.append((now + self._delay, self._names[instance], blocks, False))
+    def removed(self, instance: int, chain: Pieces, start: int, end: int, now: float) -> None:
+        self._events.append((now + self._delay, self._names[instance], chain, start, end, False))
 
     def _hear(self, now: float) -> None:
         events, index = self._events, self._index
         while events and events[0][0] <= now:
-            _, name, blocks, stored = events.popleft()
+            _, name, chain, start, end, stored = events.popleft()
             if stored:
-                index.stored(name, blocks.keys, blocks.parent)
+                index.stored(name, chain[start:end], chain[start - 1] if start else None)
             else:
-                index.removed(name, blocks.keys)
+                index.removed(name, chain[start:end])

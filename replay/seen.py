@@ -49,8 +49,5 @@ class Seen:
             found = self._first.get(chain[at])
             if found is None or found.who == but:
                 break
-            reached = common(chain, found.chain, at, min(limit, found.end))
-            at, parted = reached, reached < found.end
-            if parted:
-                break
+            at = common(chain, found.chain, at, min(limit, found.end))
         return at

@@ -10,11 +10,12 @@ Whatever is about to change and was not taken yet is kept first, as it was:
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
 from store.events import Tier
+from store.holders import Holder
 from store.runs import Run, numbers_of
 
 # The event loop's step may take 5 ms (DESIGN), and a turn waits for it.
@@ -23,7 +24,7 @@ _STEP_S: Final = 0.001
 _PIECE: Final = 32
 
 HolderState: TypeAlias = tuple[str, Tier, int, int, int | None, dict[int, int], dict[int, int]]
-"""target, tier, group, number, need, loose, more of a holder (see `store.index`)."""
+"""target, tier, group, number, need, loose, more of a holder."""
 RunState: TypeAlias = tuple[bytes, list[int], list[tuple[int, str]]]
 """Keys as 64-bit words of this machine, numbers of those that hold all, (number, mask in decimal) of those
 that hold some."""
@@ -31,19 +32,6 @@ that hold some."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _holder: Final = msgspec.msgpack.Decoder(HolderState)
 _runs: Final = msgspec.msgpack.Decoder(list[RunState])
-
-
-class Holder(Protocol):
-    """What is taken of a holder. taken: the number of the capture that has it."""
-
-    target: str
-    tier: Tier
-    group: int
-    number: int
-    need: int | None
-    loose: dict[int, int]
-    more: dict[int, int]
-    taken: int
 
 
 class IndexSnapshot(msgspec.Struct, frozen=True, array_like=True):

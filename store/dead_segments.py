@@ -68,6 +68,8 @@ class DeadSegments:
         self._checks: set[asyncio.Task[None]] = set()
         self._setups: set[asyncio.Task[None]] = set()
         self.removed = 0
+        # Objects that were to be removed and could not, since one last could.
+        self._kept = 0
 
     def meet(self) -> None:
         """The master may have listed new segments: make sure that their endpoints can be heard from here.
@@ -124,8 +126,19 @@ class DeadSegments:
         try:
             removed = await client.remove(keys, time.monotonic() + left_s, _REMOVE_S)
         except MasterAway as away:
-            logger.warning("objects of dead workers could not be removed from the pool: %s", away.reason)
+            # Many turns find some at once: said once, and once more when it works again.
+            if not self._kept:
+                names = ", ".join(sorted({self._segments.name(each) for each in endpoints & dead}))
+                logger.warning(
+                    "objects of which the dead pool segment %s had the last copy can't be removed now (%s): "
+                    "the next turn that finds some tries again",
+                    *(names, away.reason),
+                )
+            self._kept += len(keys)
             return 0
+        if self._kept:
+            logger.info("objects of dead pool segments are removed again, which failed for %d", self._kept)
+            self._kept = 0
         self.removed += removed
         return removed
 
@@ -151,7 +164,7 @@ class DeadSegments:
         if answer == "listens":
             self._segments.dead.discard(endpoint)
         elif answer == "refuses" and endpoint in self._listened and endpoint not in self._segments.dead:
-            logger.info("the process of pool segment %s is gone", endpoint)
+            logger.info("the process of pool segment %s is gone", self._segments.name(endpoint))
             self._segments.died(endpoint, self._clock())
             self._start(self._ready(), self._setups)
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, repeat
-from struct import Struct
 from typing import Final, Literal, TypeAlias, overload
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -29,7 +30,6 @@ HashAlgo: TypeAlias = Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"]
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.uint32]
 
 _KEY_BYTES: Final = 8
-_read_key: Final = Struct(">Q").unpack_from
 _KEY_MASK: Final = (1 << 64) - 1
 # Python pickles an int below 2**31 in the 5-byte form, larger ones in another; no vocabulary comes near.
 _MAX_TOKEN: Final = (1 << 31) - 1
@@ -37,8 +37,7 @@ _MAX_TOKEN: Final = (1 << 31) - 1
 _DEFAULT_SEED: Final = "vllm-none-hash"
 
 
-@dataclass(frozen=True, slots=True)
-class HashScheme:
+class HashScheme(msgspec.Struct, frozen=True, gc=False):
     """How one worker names its blocks. `seed` is its PYTHONHASHSEED text, None when that is unset."""
 
     algo: HashAlgo
@@ -82,44 +81,6 @@ class Digests(Sequence[bytes]):
         return f"Digests({len(self)} of {self.width} bytes)"
 
 
-class Keys(Sequence[int]):
-    """The low 64 bits of each digest, read out of the packed digests on demand."""
-
-    __hash__ = None  # type: ignore[assignment]
-    __slots__ = ("_length", "_packed", "_width")
-
-    def __init__(self, packed: bytes, width: int) -> None:
-        self._packed: Final = packed
-        self._width: Final = width
-        self._length: Final = len(packed) // width
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Keys: ...
-    def __getitem__(self, index: int | slice) -> int | Keys:
-        if isinstance(index, slice):
-            return Keys(_cut(self._packed, self._width, index), self._width)
-        place = index + self._length if index < 0 else index
-        if not 0 <= place < self._length:
-            raise IndexError(index)
-        return _read_key(self._packed, (place + 1) * self._width - _KEY_BYTES)[0]
-
-    def __iter__(self) -> Iterator[int]:
-        per_digest = self._width // _KEY_BYTES
-        words = np.frombuffer(self._packed, dtype=">u8")[per_digest - 1 :: per_digest]
-        return iter(words.tolist())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-
-    def __repr__(self) -> str:
-        return f"Keys({len(self)})"
-
-
 @dataclass(frozen=True, slots=True)
 class Media:
     """An image (or audio, video) in a prompt: what it is, and the tokens that stand for it."""
@@ -129,19 +90,20 @@ class Media:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
+class Chain(msgspec.Struct, frozen=True):
     """Digest and 64-bit key of every full block of a prompt, in order; the last, partial block has none."""
 
     digests: Sequence[bytes]
     keys: Sequence[int]
 
     def __len__(self) -> int:
-        return len(self.digests)
+        return len(self.keys)
 
     @classmethod
     def of(cls, digests: Digests) -> Chain:
-        return cls(digests, Keys(digests.packed, digests.width))
+        per_digest = digests.width // _KEY_BYTES
+        lows = np.frombuffer(digests.packed, dtype=">u8")[per_digest - 1 :: per_digest]
+        return cls(digests, array("Q", lows.astype(np.uint64).tobytes()))
 
 
 def chain(
@@ -151,14 +113,14 @@ def chain(
     cache_salt: str | None = None,
     lora: tuple[str, str] | None = None,
     media: Sequence[Media] = (),
-    resume: Chain | None = None,
+    resume: Sequence[bytes] | None = None,
 ) -> Chain:
     """The chain of all full blocks of `tokens` (the whole prompt, ids from 0 to 2**31 - 1).
 
     `cache_salt` enters the first block, `lora` (name, path as the worker was given it, byte for byte) every
-    block, each of `media` (in order of offset) the blocks it lies in. `resume` is the chain of the leading
-    blocks under the same scheme, salt, adapter and media; its blocks are taken over unchecked and only those
-    after them are hashed.
+    block, each of `media` (in order of offset) the blocks it lies in. `resume`: digests of the leading blocks
+    under the same scheme, salt, adapter and media; they are taken over unchecked, and only the blocks after
+    them are hashed.
     Raises ValueError for a seed that cannot be known (see `none_hash`) or a token id out of range.
     """
     size = scheme.block_size
@@ -220,12 +182,12 @@ def _digest_of(algo: HashAlgo) -> Callable[[bytes], bytes]:
     return xxhash.xxh3_128_digest if algo.startswith("xxhash") else _sha256
 
 
-def _packed(resume: Chain, width: int) -> bytes:
-    if isinstance(resume.digests, Digests):
-        if resume.digests.width != width:
+def _packed(digests: Sequence[bytes], width: int) -> bytes:
+    if isinstance(digests, Digests):
+        if digests.width != width:
             raise ValueError("cannot resume a chain of another algorithm")
-        return resume.digests.packed
-    return b"".join(resume.digests)
+        return digests.packed
+    return b"".join(digests)
 
 
 def _cut(packed: bytes, width: int, index: slice) -> bytes:
@@ -253,10 +215,18 @@ def _hash_blocks(
 ) -> bytes:
     """Digests of `tokens` (a multiple of the block size) after `parent`, back to back."""
     pack = _cbor_blocks if scheme.algo.endswith("_cbor") else _pickle_blocks
-    digest = _digest_of(scheme.algo)
+    blocks = pack(tokens, scheme.block_size, len(parent), extras)
     found: list[bytes] = []
-    for before, after in pack(tokens, scheme.block_size, len(parent), extras):
-        parent = digest(before + parent + after)
+    if scheme.algo.startswith("xxhash"):
+        for before, after in blocks:
+            parent = xxhash.xxh3_128_digest(before + parent + after)
+            found.append(parent)
+        return b"".join(found)
+    begin = _SHA256.copy
+    for before, after in blocks:
+        state = begin()
+        state.update(before + parent + after)
+        parent = state.digest()
         found.append(parent)
     return b"".join(found)
 
@@ -271,8 +241,13 @@ def _extras(
     """The extra keys of the blocks that begin at `starts`: the same object where they are the same."""
     every: Extra = (("lora", *lora),) if lora is not None else ()
     if not media and not (starts.start == 0 and cache_salt):
-        yield from repeat(every, len(starts))
-        return
+        return repeat(every, len(starts))
+    return _differing(every, starts, size, cache_salt, media)
+
+
+def _differing(
+    every: Extra, starts: range, size: int, cache_salt: str | None, media: Sequence[Media]
+) -> Iterator[Extra]:
     end_of_media = media[-1].offset + media[-1].length if media else 0
     at = 0  # the first item that may reach into the block
     for start in starts:
@@ -297,7 +272,7 @@ _PICKLE_OPCODES: Final = np.frombuffer(b"KMJ", dtype=np.uint8)  # BININT1, BININ
 
 def _cbor_blocks(
     tokens: npt.NDArray[np.uint32], size: int, width: int, extras: Iterable[Extra]
-) -> Iterator[tuple[bytes, bytes]]:
+) -> Iterable[tuple[bytes, bytes]]:
     """Canonical CBOR of `(parent, block, extra or None)` for each block, without the parent in the middle."""
     form = (tokens >= 24).view(np.uint8) + (tokens >= 1 << 8) + (tokens >= 1 << 16)
     cells = np.empty((len(tokens), 5), dtype=np.uint8)
@@ -305,12 +280,9 @@ def _cbor_blocks(
     cells[:, 1:] = tokens.astype(">u4").view(np.uint8).reshape(-1, 4)
     before = b"\x83" + _cbor_head(2, width)
     head = _cbor_head(4, size)
-    last: Extra | None = None
-    tail = b""
-    for body, extra in zip(_bodies(cells, _CBOR_BYTES, form, size), extras, strict=True):
-        if extra is not last:
-            last, tail = extra, _cbor_extra(extra)
-        yield before, head + body + tail
+    tails = map(lru_cache(_cbor_extra), extras)
+    bodies = _bodies(cells, _CBOR_BYTES, form, size)
+    return [(before, head + body + tail) for body, tail in zip(bodies, tails, strict=True)]
 
 
 def _pickle_blocks(

@@ -5,50 +5,23 @@ from key to run. Every answer is exact: no search assumes that a target holds al
 """
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
 from store.capture import Capture, IndexSnapshot
 from store.events import Tier
-from store.groups import NEVER, TOO_MANY, window_hit
+from store.groups import NEVER, TOO_MANY
+from store.holders import MOST_GROUPS, Holder, Holders, common_hit
+from store.run_table import RunTable
 from store.runs import LIMIT, ONES, Run, leading, numbers_of, stretches
-from store.slots import Slots
 
-# What one block and one run take beside the dict of keys, measured over a million blocks (bench/index.py):
-# the key's int object and its place in the run; the run with its masks and its places in the collections.
-_BLOCK_BYTES: Final = 48 + 8
-_RUN_BYTES: Final = 700
+# What a copy noted by its key takes (see store/run_table.py for what lies in runs).
 _COPY_BYTES: Final = 130
 # Runs given up at most for an event of no more blocks: 15 us each. Another may give up as many runs as it
 # has blocks: a run may be as short as one.
 _GIVEN_UP_AT_ONCE: Final = 128
-# KV groups of one target, those of its tiers counted apart. The models that vLLM serves have a handful, and
-# every question looks at all of them.
-_MOST_GROUPS: Final = 64
-
-
-@dataclass(slots=True, eq=False)
-class _Holder:
-    """One tier of one KV group of one target. number: its bit in the runs' masks.
-
-    need: None for full attention. A sliding-window group needs this many blocks before the end of a prefix;
-    it announces a few blocks here and there, so its copies are counted in `loose`, by key, and not in runs.
-    """
-
-    target: str
-    tier: Tier
-    group: int
-    number: int
-    bit: int
-    blocks: int = 0
-    runs: set[Run] = field(default_factory=set["Run"])
-    more: dict[int, int] = field(default_factory=dict[int, int])  # copies beyond the first, by key
-    need: int | None = None
-    loose: dict[int, int] = field(default_factory=dict[int, int])
-    taken: int = 0  # see `Run`
 
 
 class BlockIndex:
@@ -69,16 +42,8 @@ class BlockIndex:
         self.evicted = 0
         self._max_bytes: int | None = None
         self._beside: Callable[[], int] = int
-        self._slot = Slots()
-        self._most = 0
-        self._runs: list[Run | None] = []
-        self._free: list[int] = []
-        self._recent: OrderedDict[Run, None] = OrderedDict()  # the least recently used first
-        self._holders: dict[tuple[str, Tier, int], _Holder] = {}
-        self._groups: dict[str, dict[tuple[Tier, int], _Holder]] = {}  # the same by target
-        self._by_number: list[_Holder | None] = []
-        self._tiers: dict[Tier, int] = {}  # the bits of those holders in runs that are believed
-        self._hybrids: dict[tuple[str, Tier], list[_Holder]] = {}
+        self._runs = RunTable()
+        self._holders = Holders()
         self._captures = 0
         self._capture: Capture | None = None  # as long as one is being taken
 
@@ -100,10 +65,10 @@ class BlockIndex:
         Known until the target is dropped, whatever becomes of the blocks. False: `target` has too many
         groups for one more; nothing is credited to it then.
         """
-        holder = self._holders.get((target, tier, group))
+        holder = self._holders.named.get((target, tier, group))
         if holder is None:
-            if len(self._groups.get(target, ())) >= _MOST_GROUPS:
-                if (target, tier, TOO_MANY) not in self._holders:
+            if len(self._holders.of(target)) >= MOST_GROUPS:
+                if (target, tier, TOO_MANY) not in self._holders.named:
                     self._new_holder(target, tier, TOO_MANY, NEVER)
                 return False
             self._new_holder(target, tier, group, need)
@@ -114,12 +79,12 @@ class BlockIndex:
 
     def describe_as(self, other: "BlockIndex", target: str) -> None:
         """What `other` knows of the KV groups of `target`."""
-        for holder in list(other._groups.get(target, {}).values()):
+        for holder in other._holders.of(target):
             self.describe(target, holder.group, holder.need, tier=holder.tier)
 
     def forget_groups(self, target: str, groups: Iterable[int]) -> None:
         """`target` has none of those KV groups any more."""
-        for holder in [h for h in self._groups.get(target, {}).values() if h.group in groups]:
+        for holder in [h for h in self._holders.of(target) if h.group in groups]:
             self._drop(holder)
 
     def stored(
@@ -138,7 +103,7 @@ class BlockIndex:
         """
         if not keys:
             return
-        holder = self._holders.get((target, tier, group)) or self._new_holder(target, tier, group)
+        holder = self._holders.named.get((target, tier, group)) or self._new_holder(target, tier, group)
         self._about_to_change_copies(holder)
         if holder.need is None:
             self._store(holder, keys, parent, report)
@@ -148,19 +113,16 @@ class BlockIndex:
             holder.blocks = len(holder.loose)
         self._keep_to_cap(len(keys))
 
-    def _store(self, holder: _Holder, keys: Sequence[int], parent: int | None, report: bool) -> None:
-        if self._slot.disjoint(keys):
+    def _store(self, holder: Holder, keys: Sequence[int], parent: int | None, report: bool) -> None:
+        if self._runs.slots.disjoint(keys):
             run = self._append(holder, keys, parent)
         else:
             run = self._merge(holder, keys, parent, report)
-        # From the leaf to the root: a run is never given up before those that go on from it.
-        while run is not None and run.size:
-            self._recent.move_to_end(run)
-            run = run.parent
+        self._runs.use(run)
 
     def removed(self, target: str, keys: Sequence[int], *, tier: Tier = "gpu", group: int = 0) -> None:
         """One copy less of each of `keys`; those not held are ignored."""
-        holder = self._holders.get((target, tier, group))
+        holder = self._holders.named.get((target, tier, group))
         if holder is None:
             return
         self._about_to_change_copies(holder)
@@ -181,7 +143,7 @@ class BlockIndex:
 
         renewed: it has announced some of them since then, so each may have one copy again, no more.
         """
-        for holder in [h for h in self._groups.get(target, {}).values() if h.tier == "gpu"]:
+        for holder in [h for h in self._holders.of(target) if h.tier == "gpu"]:
             self._about_to_change_copies(holder)
             for key in keys:
                 holder.more.pop(key, None)
@@ -195,14 +157,14 @@ class BlockIndex:
 
         of a model with a window group the full group alone would be credited else.
         """
-        for holder in [h for h in self._groups.get(target, {}).values() if tier in (None, h.tier)]:
+        for holder in [h for h in self._holders.of(target) if tier in (None, h.tier)]:
             self._drop(holder)
             self._new_holder(target, holder.tier, holder.group, holder.need)
         self._shrink()
 
     def drop(self, target: str) -> None:
         """Forget `target`, its KV groups too: it is gone."""
-        for holder in list(self._groups.get(target, {}).values()):
+        for holder in self._holders.of(target):
             self._drop(holder)
         self._shrink()
 
@@ -218,37 +180,36 @@ class BlockIndex:
         found = self._match(keys, end, tier)
         matched: dict[str, int] = {}
         for number, blocks in found.items():
-            target = self._named(number).target
-            if (target, tier) not in self._hybrids:
+            target = self._holders.numbered(number).target
+            if (target, tier) not in self._holders.hybrid:
                 matched[target] = blocks
-        for (target, of), holders in self._hybrids.items():
-            if of == tier and (blocks := _common_hit(holders, found, keys)):
+        for (target, of), holders in self._holders.hybrid.items():
+            if of == tier and (blocks := common_hit(holders, found, keys)):
                 matched[target] = blocks
         return matched
 
     def holds_any(self, target: str, keys: Sequence[int], *, tier: Tier = "gpu") -> bool:
         """Whether `target` holds any block of `keys`, wherever in it: half a microsecond a key."""
-        holder = self._holders.get((target, tier, 0))
-        numbers = {self._slot.get(key) for key in keys} if holder is not None and holder.blocks else ()
+        holder = self._holders.named.get((target, tier, 0))
+        numbers = {self._runs.slots.get(key) for key in keys} if holder is not None and holder.blocks else ()
         for number in numbers:
-            run = self._runs[number] if number is not None else None
+            run = self._runs.numbered[number] if number is not None else None
             if holder is not None and run is not None and run in holder.runs:
                 return True
         return False
 
     def is_hybrid(self, target: str) -> bool:
         """Whether several KV groups, or one of a sliding window, decide what `target` hits."""
-        return (target, "gpu") in self._hybrids
+        return (target, "gpu") in self._holders.hybrid
 
     def groups(self, target: str) -> dict[int, int | None]:
         """KV groups of `target`, and what `describe` said of each."""
-        holders = self._groups.get(target, {}).values()
-        return {holder.group: holder.need for holder in holders if holder.tier == "gpu"}
+        return {holder.group: holder.need for holder in self._holders.of(target) if holder.tier == "gpu"}
 
     def sizes(self) -> dict[tuple[str, Tier], int]:
         """Distinct blocks by (target, tier), orphans included; several groups add up."""
         sizes: dict[tuple[str, Tier], int] = {}
-        for holder in self._holders.values():
+        for holder in self._holders:
             if holder.blocks:
                 name = holder.target, holder.tier
                 sizes[name] = sizes.get(name, 0) + holder.blocks
@@ -256,19 +217,18 @@ class BlockIndex:
 
     def memory(self) -> int:
         """Bytes taken, estimated from counts."""
-        copies = sum(len(holder.more) + len(holder.loose) for holder in self._holders.values())
-        own = len(self._slot) * _BLOCK_BYTES + len(self._recent) * _RUN_BYTES + copies * _COPY_BYTES
-        return self._slot.bytes() + own
+        copies = sum([len(holder.more) + len(holder.loose) for holder in self._holders])
+        return self._runs.bytes() + copies * _COPY_BYTES
 
     def _match(self, keys: Sequence[int], end: int, tier: Tier) -> dict[int, int]:
         """Leading blocks of `keys` by holder's number."""
         found: dict[int, int] = {}
-        slot, runs = self._slot, self._runs
+        slots, runs = self._runs.slots, self._runs.numbered
         path: list[Run] = []
-        active, at = self._tiers.get(tier, 0), 0
+        active, at = self._holders.believed.get(tier, 0), 0
         while active and at < end:
             key = keys[at]
-            number = slot.get(key)
+            number = slots.get(key)
             if number is None:
                 break
             run = runs[number]
@@ -293,7 +253,7 @@ class BlockIndex:
             for holder in numbers_of(active):
                 found[holder] = at
         for run in reversed(path):
-            self._recent.move_to_end(run)
+            self._runs.recent.move_to_end(run)
         return found
 
     # ------------------------------------------------------------------ snapshot
@@ -301,7 +261,7 @@ class BlockIndex:
     def capture(self) -> Capture:
         """The state of this instant, to be taken piece by piece. One begun before is worth nothing then."""
         self._captures += 1
-        capture = Capture(self._holders.values(), reversed(self._recent), self._captures, self._captured)
+        capture = Capture(self._holders, reversed(self._runs.recent), self._captures, self._captured)
         self._capture = capture
         return capture
 
@@ -313,15 +273,13 @@ class BlockIndex:
     def restore(cls, snapshot: IndexSnapshot) -> "BlockIndex":
         """An index that holds what was captured but credits none of it: see `admit`."""
         index = cls()
-        holders: dict[int, _Holder] = {}
+        holders: dict[int, Holder] = {}
         for target, tier, group, number, need, loose, more in snapshot.each_holder():
             holder = holders[number] = index._new_holder(target, tier, group, need)
             holder.loose, holder.more, holder.blocks = loose, more, len(loose)
-            index._tiers[tier] = 0
+            index._holders.believed[tier] = 0
         for packed, full, partial in snapshot.each_run():
-            keys = array("Q", packed).tolist()
-            run = index._new_run(keys, None)
-            index._slot.put(keys, run.slot)
+            run = index._runs.add(array("Q", packed).tolist(), None, 0)
             for number, bits in [*((n, ONES[run.size]) for n in full), *((n, int(b)) for n, b in partial)]:
                 holder = holders[number]
                 run.put(holder.number, bits)
@@ -332,107 +290,68 @@ class BlockIndex:
 
     def admit(self, target: str) -> None:
         """Believe what was restored of `target`: it is the same still, and none of its events is missing."""
-        for holder in self._groups.get(target, {}).values():
+        for holder in self._holders.of(target):
             if holder.need is None:
-                self._tiers[holder.tier] |= holder.bit
+                self._holders.believed[holder.tier] |= holder.bit
 
     # ------------------------------------------------------------------ holders
 
-    def _new_holder(self, target: str, tier: Tier, group: int, need: int | None = None) -> _Holder:
-        number = next((n for n, h in enumerate(self._by_number) if h is None), len(self._by_number))
-        holder = _Holder(target, tier, group, number, 1 << number, need=need, taken=self._captures)
-        self._by_number[number : number + 1] = [holder]
-        self._holders[target, tier, group] = holder
-        self._groups.setdefault(target, {})[tier, group] = holder
-        if need is None:
-            self._tiers[tier] = self._tiers.get(tier, 0) | holder.bit
-        self._note_hybrid(target, tier)
-        return holder
+    def _new_holder(self, target: str, tier: Tier, group: int, need: int | None = None) -> Holder:
+        return self._holders.add(target, tier, group, need, self._captures)
 
-    def _note_hybrid(self, target: str, tier: Tier) -> None:
-        groups = [h for h in self._groups.get(target, {}).values() if h.tier == tier]
-        if len(groups) > 1 or any(h.need is not None for h in groups):
-            self._hybrids[target, tier] = groups
-        else:
-            self._hybrids.pop((target, tier), None)
-
-    def _named(self, number: int) -> _Holder:
-        holder = self._by_number[number]
-        assert holder is not None
-        return holder
-
-    def _drop(self, holder: _Holder) -> None:
+    def _drop(self, holder: Holder) -> None:
         self._about_to_change_copies(holder)
         for run in holder.runs:
             self._about_to_change(run)
             run.put(holder.number, 0)
             run.dead = run.size - run.held().bit_count()
             self._tidy(run)
-        self._tiers[holder.tier] = self._tiers.get(holder.tier, 0) & ~holder.bit
-        self._by_number[holder.number] = None
-        del self._holders[holder.target, holder.tier, holder.group]
-        groups = self._groups[holder.target]
-        del groups[holder.tier, holder.group]
-        if not groups:
-            del self._groups[holder.target]
-        self._note_hybrid(holder.target, holder.tier)
+        self._holders.remove(holder)
 
     # ------------------------------------------------------------------ storing and removing
 
-    def _append(self, holder: _Holder, keys: Sequence[int], parent: int | None) -> Run | None:
+    def _append(self, holder: Holder, keys: Sequence[int], parent: int | None) -> Run | None:
         """Keys that no run has. Returns the run of the last one, as `_merge` does."""
         if len(set(keys)) != len(keys):
             copies = Counter(keys)
             holder.more.update({key: n - 1 for key, n in copies.items() if n > 1})
             keys = list(copies)
         holder.blocks += len(keys)
-        number = self._slot.get(parent) if parent is not None else None
-        above = self._runs[number] if number is not None else None
+        above = self._runs.of(parent) if parent is not None else None
         at = 0
         # A run with one holder and no branch goes on, so a conversation that grows stays in few runs.
         if above is not None and above.last == parent and above.full == holder.bit and not above.children:
             at = min(LIMIT - above.size, len(keys))
             if at and not above.partial:
                 self._about_to_change(above)
-                above.extend(keys[:at])
-                self._slot.put(list(keys[:at]), above.slot)
+                self._runs.grow(above, keys[:at])
             else:
                 at = 0
         while at < len(keys):
-            above = self._new_run(keys[at : at + LIMIT], above)
-            self._slot.put(list(keys[at : at + above.size]), above.slot)
+            above = self._runs.add(keys[at : at + LIMIT], above, self._captures)
             above.full = holder.bit
             holder.runs.add(above)
             at += above.size
         return above
 
-    def _new_run(self, keys: Sequence[int], parent: Run | None) -> Run:
-        number = self._free.pop() if self._free else len(self._runs)
-        run = Run(keys, number, parent, self._captures)
-        self._runs[number : number + 1] = [run]
-        self._recent[run] = None
-        return run
-
-    def _merge(self, holder: _Holder, keys: Sequence[int], parent: int | None, report: bool) -> Run | None:
+    def _merge(self, holder: Holder, keys: Sequence[int], parent: int | None, report: bool) -> Run | None:
         """Keys some of which are known."""
-        slot, at, end = self._slot, 0, len(keys)
+        run_of, at, end = self._runs.of, 0, len(keys)
         run: Run | None = None
         while at < end:
-            number = slot.get(keys[at])
             start = at
-            if number is None:
-                while at < end and slot.get(keys[at]) is None:
+            run = run_of(keys[at])
+            if run is None:
+                while at < end and run_of(keys[at]) is None:
                     at += 1
                 run = self._append(holder, keys[start:at], keys[start - 1] if start else parent)
                 continue
-            run = self._runs[number]
-            assert run is not None
             offset = run.offset(keys[at])
             at += run.common(offset, keys, at)
             self._hold(holder, run, offset, keys[start:at], report)
         return run
 
-    def _hold(self, holder: _Holder, run: Run, offset: int, keys: Sequence[int], report: bool) -> None:
+    def _hold(self, holder: Holder, run: Run, offset: int, keys: Sequence[int], report: bool) -> None:
         """`keys` are the blocks of `run` from `offset` on."""
         new = ONES[len(keys)] << offset
         had = run.bits(holder.number)
@@ -447,22 +366,21 @@ class BlockIndex:
         run.put(holder.number, has)
         holder.runs.add(run)
 
-    def _remove(self, holder: _Holder, keys: Sequence[int]) -> None:
+    def _remove(self, holder: Holder, keys: Sequence[int]) -> None:
         """Keys that follow one another in a run go at once."""
-        at, end = 0, len(keys)
+        slots, runs, at, end = self._runs.slots, self._runs.numbered, 0, len(keys)
         while at < end:
-            number = self._slot.get(keys[at])
-            if number is None:
+            number = slots.get(keys[at])
+            run = runs[number] if number is not None else None
+            if run is None:
                 at += 1
                 continue
-            run = self._runs[number]
-            assert run is not None
             offset = run.offset(keys[at])
             length = run.common(offset, keys, at) if end - at > 1 else 1
             self._release(holder, run, ONES[length] << offset)
             at += length
 
-    def _release(self, holder: _Holder, run: Run, gone: int) -> None:
+    def _release(self, holder: Holder, run: Run, gone: int) -> None:
         """One copy less of those blocks of `run` that `gone` has a bit for."""
         had = run.bits(holder.number)
         gone &= had
@@ -491,7 +409,7 @@ class BlockIndex:
     def _tidy(self, run: Run) -> None:
         """Give up `run` if nobody holds any of it; rebuild it if more than half of it is dead."""
         if run.dead == run.size:
-            self._unlink(run)
+            self._runs.remove(run)
         elif run.dead * 2 > run.size:
             self._split(run)
 
@@ -499,47 +417,29 @@ class BlockIndex:
         """Keep the living stretches only: each a run of its own, the last one under the present identity."""
         keys, held, above = run.listed(), run.held(), run.parent
         for start, stop in stretches(held ^ ONES[run.size]):
-            self._slot.forget(keys[start:stop])
+            self._runs.slots.forget(keys[start:stop])
         *others, (last, end) = stretches(held)
         for start, stop in others:
-            above = self._new_run(keys[start:stop], above)
-            self._slot.move(keys[start:stop], above.slot)
-            for holder, bits in run.partial.items():
+            above = self._runs.carve(keys[start:stop], above, self._captures)
+            for number, bits in run.partial.items():
                 part = bits >> start & ONES[above.size]
-                above.put(holder, part)
+                above.put(number, part)
                 if part:
-                    self._named(holder).runs.add(above)
-        self._reparent(run, above)
+                    self._holders.numbered(number).runs.add(above)
+        run.go_on_from(above)
         before = list(run.partial)
         run.cut(last, end)
-        for holder in before:
-            if not run.bits(holder):
-                self._named(holder).runs.discard(run)
+        for number in before:
+            if not run.bits(number):
+                self._holders.numbered(number).runs.discard(run)
 
     def _about_to_change(self, run: Run) -> None:
         if self._capture is not None:
             self._capture.keep(run)
 
-    def _about_to_change_copies(self, holder: _Holder) -> None:
+    def _about_to_change_copies(self, holder: Holder) -> None:
         if self._capture is not None:
             self._capture.keep_holder(holder)
-
-    def _unlink(self, run: Run) -> None:
-        self._slot.forget(run.listed())
-        self._reparent(run, None)
-        run.size = 0  # children may still name it as their parent
-        self._runs[run.slot] = None
-        self._free.append(run.slot)
-        del self._recent[run]
-
-    @staticmethod
-    def _reparent(run: Run, parent: Run | None) -> None:
-        if run.parent is not parent:
-            if run.parent is not None:
-                run.parent.children -= 1
-            if parent is not None:
-                parent.children += 1
-            run.parent = parent
 
     def _keep_to_cap(self, changed: int) -> None:
         """Give up the least recently used leaves, then blocks that lie in no run, until the rest fits.
@@ -551,7 +451,7 @@ class BlockIndex:
         for _ in range(max(_GIVEN_UP_AT_ONCE, changed)):
             if self.memory() + self._beside() <= self._max_bytes:
                 return
-            if len(self._recent) > 1:
+            if len(self._runs.recent) > 1:
                 self._give_up_oldest()
             elif not self._give_up_loose():
                 return
@@ -559,31 +459,31 @@ class BlockIndex:
 
     def _give_up_oldest(self) -> None:
         """The run that was not used for longest, if no other goes on from it; else it is not old."""
-        run = next(iter(self._recent))
+        run = next(iter(self._runs.recent))
         if run.children:
-            self._recent.move_to_end(run)
+            self._runs.recent.move_to_end(run)
             return
         self._about_to_change(run)
         for number in list(run.holders()):
-            holder = self._named(number)
+            holder = self._holders.numbered(number)
             holder.blocks -= run.bits(number).bit_count()
             holder.runs.discard(run)
             if holder.more:
                 self._about_to_change_copies(holder)
                 for key in run.listed():
                     holder.more.pop(key, None)
-            for window in self._hybrids.get((holder.target, holder.tier), ()):
+            for window in self._holders.hybrid.get((holder.target, holder.tier), ()):
                 if window.need is not None:
                     self._about_to_change_copies(window)
                     for key in run.listed():
                         window.loose.pop(key, None)
                     window.blocks = len(window.loose)
         self.evicted += run.size - run.dead
-        self._unlink(run)
+        self._runs.remove(run)
 
     def _give_up_loose(self) -> bool:
         """The oldest blocks of the holder that has most of them outside runs. Whether there were any."""
-        holder = max(self._holders.values(), key=lambda h: len(h.loose) + len(h.more), default=None)
+        holder = max(self._holders, key=lambda h: len(h.loose) + len(h.more), default=None)
         if holder is None or not (holder.loose or holder.more):
             return False
         self._about_to_change_copies(holder)
@@ -596,34 +496,6 @@ class BlockIndex:
         return True
 
     def _shrink(self) -> None:
-        """Dicts, sets and lists keep the room of their best days: rebuild them once an eighth is used."""
-        self._slot.shrink()
-        self._most = max(self._most, len(self._slot))
-        if self._most < 1024 or len(self._slot) * 8 > self._most:
-            return
-        self._most = len(self._slot)
-        self._recent = OrderedDict(self._recent)
-        for holder in self._holders.values():
-            holder.runs = set(holder.runs)
-            holder.more = dict(holder.more)
-            holder.loose = dict(holder.loose)
-        while self._runs and self._runs[-1] is None:
-            self._runs.pop()
-        self._free = [number for number, run in enumerate(self._runs) if run is None]
-
-
-def _common_hit(holders: Sequence[_Holder], found: dict[int, int], keys: Sequence[int]) -> int:
-    """The longest prefix on which all groups of a target agree; `found`: what those in runs hold.
-
-    None without a full group: after a gap a window's end may be announced long before any full block.
-    """
-    full = [holder for holder in holders if holder.need is None]
-    hit = min((found.get(holder.number, 0) for holder in full), default=0)
-    listed = list(keys[:hit])
-    before = -1
-    while hit and hit != before:
-        before = hit
-        for holder in holders:
-            if holder.need is not None:
-                hit = window_hit(holder.loose, listed, hit, holder.need)
-    return hit
+        if self._runs.shrink():
+            for holder in self._holders:
+                holder.shrink()

@@ -84,10 +84,6 @@ class KeyLayout:
         ranks += [(0, 0, 0, pp) for pp in range(1, _MOST_PP)]
         return tuple(_prefix(name, *each, group) for each in ranks)
 
-    def owns(self, key: PoolKey) -> bool:
-        """Whether the object is a part of a block under this layout."""
-        return key.prefix in _prefixes(self)
-
 
 @dataclass(frozen=True, slots=True)
 class PoolKey:

@@ -1,30 +1,20 @@
-"""What the event streams say, put where it belongs: own blocks to the index, pool blocks to the pool view.
-
-It also watches that events can be matched at all: a worker that hashes with another seed or algorithm than
-expected publishes keys that no prompt will ever have, and nothing else would show it.
-"""
+"""What the event streams say, put where it belongs: own blocks to the index, pool blocks to the pool view."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, get_args
+from typing import Final
 
 from store.events import AllBlocksCleared, BadBatch, BlockRemoved, BlockStored, Event, EventBatch
 from store.groups import UNPROVEN, blocks_needed
-from store.hashing import HashAlgo, HashScheme, chain
+from store.hash_checks import HashChecks
+from store.hashing import HashScheme
 from store.index import BlockIndex
+from store.reports import Reports
 
-# A matching scheme is looked at again after so many root blocks: 12 us each (facts part 1, section 1).
-_RECHECK_EVERY: Final = 256
-# What a probe calls its session: its events say so, replayed later or seen by another gateway as well.
-PROBE_SESSION: Final = "moongate-probe"
 # Announcements kept of each target, to tell whether blocks came again since a turn was placed: 0.1 MB.
 _LATELY: Final = 1024
-# How long a client's request may wait in an engine's queue and still be known to have asked for a report.
-_REPORT_S: Final = 60.0
-_REPORTS: Final = 64
 # A worker that came back has the KV groups that it had, unless so many of its events name others only: an
 # engine announces a block in all of its groups within a few events.
 _ALL_GROUPS_SHOWN: Final = 64
@@ -34,8 +24,6 @@ _MOST_POOLED: Final = 64
 # itself costs.
 _PIECE: Final = 256
 _EVENT_COST: Final = 8
-# What operators set PYTHONHASHSEED to.
-_COMMON_SEEDS: Final = ("0", "1", "42", "123", "1234")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +58,6 @@ class _EarlierGroups:
     events: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class Reported:
-    """What a target has announced again of the chain `keys`: so many leading blocks."""
-
-    keys: Sequence[int]
-    blocks: int = 0
-
-
 class Knowledge:
     """The event sink. Not thread-safe: belongs to the event loop.
 
@@ -89,30 +69,23 @@ class Knowledge:
         self,
         on_pool_stored: Callable[[str, Sequence[int], int], None] | None = None,
         *,
-        index: BlockIndex | None = None,
         max_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_pool_stored` gets target, keys and KV group of blocks that it has just put into the pool.
 
-        `index`: one restored from a snapshot. `max_bytes`: the cap of both indexes together.
+        `max_bytes`: the cap of both indexes together.
         """
-        self.index = index if index is not None else BlockIndex()
+        self.index = BlockIndex()
         self.certain = BlockIndex()
         self._max_bytes = max_bytes
         self._share_room()
         self.doubts: dict[str, str] = {}
-        self.hash_mismatch: dict[str, str] = {}
+        self.hashes = HashChecks()
+        self.reports = Reports(clock)
         self.block_sizes: dict[str, int] = {}
         self._on_pool_stored = on_pool_stored
         self._earlier: dict[str, _EarlierGroups] = {}
-        self._expected: dict[str, HashScheme] = {}
-        self._schemes: dict[str, HashScheme] = {}
-        self._assumed: frozenset[str] = frozenset()
-        self._unchecked: dict[str, int] = {}
-        self._probed: dict[str, list[Reported]] = {}
-        self._clock = clock
-        self._reporting: dict[str, deque[tuple[float, Sequence[int]]]] = {}
         self._shown_before: dict[str, Shown] = {}
         self._announcements = 0
         # By target: number, first block and length of the latest ones.
@@ -204,79 +177,28 @@ class Knowledge:
         before = self._shown_before.get(target)
         if before is not None:
             return Shown(before.block_size, before.scheme, doubt)
-        return Shown(self.block_sizes.get(target, 0), self._schemes.get(target), doubt)
+        return Shown(self.block_sizes.get(target, 0), self.hashes.scheme(target), doubt)
 
     def expect(self, target: str, scheme: HashScheme, *, fixed: bool = True) -> None:
-        """How `target` should hash. Checked on its next root block; differences go to `hash_mismatch`.
-
-        fixed: False when the seed is only assumed; one that fits the events is then taken over instead.
-        """
-        if self._expected.get(target) != scheme:
-            self._expected[target] = self._schemes[target] = scheme
-            self._unchecked[target] = 0
-            self.hash_mismatch.pop(target, None)
-            self._remember(target, scheme, fixed)
-        self._assumed = self._assumed - {target} if fixed else self._assumed | {target}
-
-    def _remember(self, target: str, scheme: HashScheme, fixed: bool) -> None:
-        """A seed that an earlier life of the gateway learned: the block that shows it may not come again."""
-        before = self._shown_before.pop(target, None)
-        if before is None:
+        """How `target` should hash, see `HashChecks`; an earlier life of the gateway may have learned it."""
+        if not self.hashes.expect(target, scheme, fixed=fixed):
             return
-        if before.block_size:
-            self.block_sizes[target] = before.block_size
-        if not fixed and before.scheme is not None:
-            learned, assumed = before.scheme, scheme
-            if (learned.algo, learned.block_size) == (assumed.algo, assumed.block_size):
-                self._schemes[target] = learned
-
-    def scheme(self, target: str) -> HashScheme | None:
-        """How `target` hashes, as far as is known: as its events show, else as expected."""
-        return self._schemes.get(target)
+        before = self._shown_before.pop(target, None)
+        if before is not None:
+            if before.block_size:
+                self.block_sizes[target] = before.block_size
+            if before.scheme is not None:
+                self.hashes.learned(target, before.scheme)
 
     def drop(self, target: str) -> None:
         """`target` is gone: forget its blocks and what was noted about it."""
         self._forget_blocks(target)
         self.index.drop(target)
         self.certain.drop(target)
-        for noted in (
-            self.hash_mismatch,
-            self.block_sizes,
-            self._schemes,
-            self._expected,
-            self._earlier,
-            self._unchecked,
-            self._shown_before,
-            self._reporting,
-        ):
+        self.hashes.drop(target)
+        self.reports.drop(target)
+        for noted in (self.block_sizes, self._earlier, self._shown_before):
             noted.pop(target, None)
-        self._assumed -= {target}
-
-    @contextmanager
-    def probe(self, target: str, keys: Sequence[int]) -> Generator[Reported]:
-        """While a request with `kv_cache_report_mode: full` for the chain `keys` runs on `target`.
-
-        The engine then announces its whole hit again, in events that look like those of new copies (vLLM
-        0.32); they are taken for reports. Copies counted too low by that cost credit, not truth.
-        """
-        reported = Reported(list(keys))
-        probed = self._probed.setdefault(target, [])
-        probed.append(reported)
-        try:
-            yield reported
-        finally:
-            probed.remove(reported)
-            if not probed:
-                self._probed.pop(target, None)
-
-    def asked_to_report(self, target: str, keys: Sequence[int]) -> None:
-        """A client's request for the chain `keys`, sent to `target` now, has `kv_cache_report_mode: full`.
-
-        As with a probe, but when it runs and whether it does is not known: for a while, whatever repeats the
-        beginning of that chain is taken for the report.
-        """
-        asked = self._reporting.setdefault(target, deque(maxlen=_REPORTS))
-        asked.append((self._clock() + _REPORT_S, keys))
 
     def probed(self, target: str, keys: Sequence[int], hit: int) -> None:
         """A probe showed that of the chain `keys` only the first `hit` blocks were there.
@@ -290,7 +212,7 @@ class Knowledge:
         """Forget the blocks of `target`; a new life of it may hash differently, or have other KV groups."""
         self._forget_blocks(target)
         self._earlier[target] = _EarlierGroups(set(self.index.groups(target)))
-        self._unchecked[target] = 0
+        self.hashes.again(target)
 
     def _forget_blocks(self, target: str) -> None:
         self.index.cleared(target, tier=None)
@@ -401,12 +323,12 @@ class Knowledge:
         if event.block_size:
             self.block_sizes[target] = event.block_size
         if event.parent is None and event.tier == "gpu":
-            self._check(target, event)
+            self.hashes.check(target, event)
 
     def _store(self, target: str, event: BlockStored) -> Iterator[int]:
         tier, group = event.tier, event.group
         need = blocks_needed(event.spec_kind, event.window, event.block_size)
-        report = event.parent is None and self._is_report(target, event.keys, event.session)
+        report = event.parent is None and self.reports.has(target, event.keys, event.session)
         if report and (need is not None or event.group):
             return  # engines report blocks of window groups that they do not hold (vLLM 0.32)
         if event.spec_kind in UNPROVEN:
@@ -422,44 +344,6 @@ class Knowledge:
                     index.stored(target, keys, parent, tier=tier, group=group, report=report)
             yield len(keys)
 
-    def _is_report(self, target: str, keys: Sequence[int], session: str | None) -> bool:
-        found = session == PROBE_SESSION
-        for reported in self._probed.get(target, ()):
-            if _begins(reported.keys, keys):
-                reported.blocks = max(reported.blocks, len(keys))
-                found = True
-        asked, now = self._reporting.get(target), self._clock()
-        while asked and asked[0][0] < now:
-            asked.popleft()
-        return found or any(_begins(asked_for, keys) for _, asked_for in asked or ())
-
-    def _check(self, target: str, event: BlockStored) -> None:
-        """Hash the first block as the worker should have, and note whether it did."""
-        scheme = self._schemes.get(target)
-        checkable = event.keys and event.block_size and not event.sparse and len(event.token_ids)
-        # Adapters and images enter the hash in a form that events do not carry (facts part 1, section 1).
-        plain = event.lora_name is None and not (event.extra_keys and event.extra_keys[0])
-        if scheme is None or not checkable or not plain:
-            return
-        due = self._unchecked.get(target, 0)
-        self._unchecked[target] = due - 1 if due else _RECHECK_EVERY
-        if due and target not in self.hash_mismatch:
-            return
-        first = event.token_ids[: event.block_size]
-        if event.block_size != scheme.block_size:
-            self.hash_mismatch[target] = (
-                f"events have blocks of {event.block_size} tokens, expected {scheme.block_size}"
-            )
-        elif _hashes_to(first, scheme) == event.keys[0]:
-            self.hash_mismatch.pop(target, None)
-        else:
-            fitting = _fitting(first, scheme, event.keys[0])
-            if fitting is not None and fitting.algo == scheme.algo and target in self._assumed:
-                self._schemes[target] = fitting
-                self.hash_mismatch.pop(target, None)
-            else:
-                self.hash_mismatch[target] = _difference(scheme, fitting)
-
 
 def _cut(keys: list[int]) -> Iterator[tuple[int, list[int]]]:
     """Pieces of `keys`, and where each starts."""
@@ -468,37 +352,3 @@ def _cut(keys: list[int]) -> Iterator[tuple[int, list[int]]]:
         return
     for start in range(0, len(keys), _PIECE):
         yield start, keys[start : start + _PIECE]
-
-
-def _begins(whole: Sequence[int], keys: Sequence[int]) -> bool:
-    """Whether `keys` are the beginning of the chain `whole`: a key names all that lies before its block."""
-    return bool(keys) and len(keys) <= len(whole) and whole[len(keys) - 1] == keys[-1]
-
-
-def _hashes_to(tokens: Sequence[int], scheme: HashScheme) -> int | None:
-    try:
-        return chain(tokens, scheme).keys[0]
-    except ValueError:
-        return None
-
-
-def _fitting(tokens: Sequence[int], expected: HashScheme, key: int) -> HashScheme | None:
-    """The scheme that gives `key` to the first block `tokens`, if its seed is a common one."""
-    algos: tuple[HashAlgo, ...] = get_args(HashAlgo)
-    for algo in (expected.algo, *algos):
-        for seed in dict.fromkeys((expected.seed, None, *_COMMON_SEEDS)):
-            scheme = HashScheme(algo, expected.block_size, seed)
-            if _hashes_to(tokens, scheme) == key:
-                return scheme
-    return None
-
-
-def _difference(expected: HashScheme, found: HashScheme | None) -> str:
-    wanted = f"expected {_name(expected.algo, expected.seed)}"
-    if found is None:
-        return f"{wanted}, the worker uses none of the known ways"
-    return f"{wanted}, the worker uses {_name(found.algo, found.seed)}"
-
-
-def _name(algo: HashAlgo, seed: str | None) -> str:
-    return f"{algo} with PYTHONHASHSEED {'unset' if seed is None else repr(seed)}"

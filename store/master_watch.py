@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 _WATCH_S: Final = 1.0
 _FIRST_RETRY_S: Final = 0.05
 _TIMEOUT_S: Final = 0.5
+_STARTING: Final = "starting"
 
 
 class MasterWatch:
@@ -56,7 +57,7 @@ class MasterWatch:
         self.http: MooncakeHttp | None = None
         self.counters: Counters | None = None
         self.checked_at: float | None = None
-        self.reason = "starting"
+        self.reason = _STARTING
         self.publishes_events: bool | None = None
         self.outages = 0
         self.restarts = 0
@@ -87,8 +88,13 @@ class MasterWatch:
             await self.http.close()
 
     def degrade(self, reason: str) -> None:
+        if self.reason in ("", _STARTING):
+            logger.warning(
+                "the pool of master %s cannot be asked: %s; its admin HTTP (mooncake.http_port) was tried "
+                "at %s",
+                *(self._master, reason, ", ".join(self.places)),
+            )
         if not self.degraded:
-            logger.warning("the pool of master %s cannot be asked: %s", self._master, reason)
             self.outages += 1
             self._wake.set()
         self.reason = reason

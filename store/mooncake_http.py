@@ -55,16 +55,24 @@ class MasterRefused(Exception):
     """The master is there and does not do what was asked; the message is its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Health:
+class Health(msgspec.Struct, frozen=True, rename={"serving": "service_ready"}):
     """`serving` False: a standby, or a leader that is not ready."""
 
     role: str
     serving: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(
+    msgspec.Struct,
+    frozen=True,
+    rename={
+        "name": "segment_name",
+        "endpoint": "te_endpoint",
+        "client": "client_id",
+        "size": "size_bytes",
+        "used": "allocator_used_bytes",
+    },
+):
     """Memory that one worker (or one rank) gives to the pool.
 
     name: `IP:PORT` as the worker was configured. endpoint: what replicas are named by; changes with every
@@ -92,13 +100,14 @@ class Counters:
     age: int
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(
+    msgspec.Struct, frozen=True, rename={"batches": "published_batches", "dropped": "dropped_events"}
+):
     """Of the master's own KV events, in this life of it. dropped: events that never left its queue."""
 
     enabled: bool
-    batches: int
-    dropped: int
+    batches: int = 0
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,8 +123,19 @@ class Replicas:
     disk: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class DrainJob(
+    msgspec.Struct,
+    frozen=True,
+    rename={
+        "job": "job_id",
+        "status": "status_name",
+        "moved": "succeeded_units",
+        "failed": "failed_units",
+        "blocked": "blocked_units",
+        "active": "active_units",
+        "moved_bytes": "migrated_bytes",
+    },
+):
     """Progress of a drain job, in objects.
 
     status: CREATED, PLANNING, RUNNING, SUCCEEDED, FAILED or CANCELED.
@@ -149,39 +169,8 @@ class _Objects(msgspec.Struct):
     data: dict[str, _Object]
 
 
-class _Health(msgspec.Struct):
-    role: str
-    service_ready: bool
-
-
-class _Events(msgspec.Struct):
-    enabled: bool
-    published_batches: int = 0
-    dropped_events: int = 0
-
-
-class _Segment(msgspec.Struct):
-    segment_name: str
-    te_endpoint: str
-    client_id: str
-    status: str
-    size_bytes: int
-    allocator_used_bytes: int
-
-
 class _Started(msgspec.Struct):
     job_id: str
-
-
-class _Job(msgspec.Struct):
-    job_id: str
-    status_name: str
-    succeeded_units: int
-    failed_units: int
-    blocked_units: int
-    active_units: int
-    migrated_bytes: int
-    message: str
 
 
 class _Refusal(msgspec.Struct):
@@ -189,15 +178,15 @@ class _Refusal(msgspec.Struct):
 
 
 class _Segments(msgspec.Struct):
-    segments: list[_Segment]
+    segments: list[Segment]
 
 
 _objects: Final = msgspec.json.Decoder(_Objects)
-_health: Final = msgspec.json.Decoder(_Health)
-_events: Final = msgspec.json.Decoder(_Events)
+_health: Final = msgspec.json.Decoder(Health)
+_published: Final = msgspec.json.Decoder(Published)
 _segments: Final = msgspec.json.Decoder(_Segments)
 _started: Final = msgspec.json.Decoder(_Started)
-_job: Final = msgspec.json.Decoder(_Job)
+_job: Final = msgspec.json.Decoder(DrainJob)
 _refusal: Final = msgspec.json.Decoder(_Refusal)
 
 
@@ -238,27 +227,14 @@ class MooncakeHttp:
         await self._session.close()
 
     async def health(self, timeout_s: float) -> Health:
-        answer = _decoded(_health, await self._get("/health", timeout_s))
-        return Health(answer.role, answer.service_ready)
+        return _decoded(_health, await self._get("/health", timeout_s))
 
     async def published(self, timeout_s: float) -> Published:
         """Of the master's own event stream (RFC 1527), if it has one; the wheel's is compiled without."""
-        answer = _decoded(_events, await self._get("/kv_events/status", timeout_s))
-        return Published(answer.enabled, answer.published_batches, answer.dropped_events)
+        return _decoded(_published, await self._get("/kv_events/status", timeout_s))
 
     async def segments(self, timeout_s: float) -> list[Segment]:
-        answer = _decoded(_segments, await self._get("/get_segments_detail", timeout_s))
-        return [
-            Segment(
-                each.segment_name,
-                each.te_endpoint,
-                each.client_id,
-                each.status,
-                each.size_bytes,
-                each.allocator_used_bytes,
-            )
-            for each in answer.segments
-        ]
+        return _decoded(_segments, await self._get("/get_segments_detail", timeout_s)).segments
 
     async def counters(self, timeout_s: float) -> Counters:
         found = {
@@ -310,22 +286,12 @@ class MooncakeHttp:
         )
         return _decoded(_started, body).job_id
 
-    async def drained(self, job: str, timeout_s: float) -> Drain:
+    async def drained(self, job: str, timeout_s: float) -> DrainJob:
         """Raises MasterRefused for a job that the master does not know."""
         body = await self._send(
             "GET", f"/api/v1/drain_jobs/query?job_id={quote(job)}", timeout_s, refusable=True
         )
-        found = _decoded(_job, body)
-        return Drain(
-            found.job_id,
-            found.status_name,
-            found.succeeded_units,
-            found.failed_units,
-            found.blocked_units,
-            found.active_units,
-            found.migrated_bytes,
-            found.message,
-        )
+        return _decoded(_job, body)
 
     async def stop_draining(self, job: str, timeout_s: float) -> None:
         """Raises MasterRefused, too, while moves are under way: try again."""

@@ -89,7 +89,7 @@ class MooncakeRpc:
             async with asyncio.timeout(timeout_s):
                 return await answer
         except queue.Full:
-            raise MasterAway("busy") from None
+            raise MasterAway(f"{_MOST_WAITING} calls wait for the master already") from None
         except TimeoutError:
             raise MasterAway("timeout") from None
 

@@ -32,7 +32,7 @@ from store.keys import KeyLayout
 from store.lookups import MOST_KEYS, Lookups, Part, Query
 from store.master_events import MasterEvents, MasterEventsStatus
 from store.master_watch import MasterWatch
-from store.mooncake_http import Drain, MasterAway, MooncakeHttp, Segment, queryable, quoted
+from store.mooncake_http import DrainJob, MasterAway, MooncakeHttp, Segment, queryable, quoted
 from store.mooncake_rpc import MooncakeRpc
 from store.object_events import ObjectEvents
 from store.pool_status import LayoutStatus, PoolStatus, SegmentStatus
@@ -215,7 +215,7 @@ class PoolView:
                     each.name,
                     each.status,
                     each.size,
-                    each.used,
+                    each.used if each.status == "OK" else None,
                     self._segments.is_lost(each.endpoint),
                     each.name in failing,
                 )
@@ -384,7 +384,7 @@ class PoolView:
             raise ValueError(f"no other segment could take what is in {where}")
         return await self._admin().drain(leaving, staying, _ADMIN_TIMEOUT_S)
 
-    async def drained(self, job: str) -> Drain:
+    async def drained(self, job: str) -> DrainJob:
         """How far a drain is. Raises MasterAway, MasterRefused."""
         return await self._admin().drained(job, _ADMIN_TIMEOUT_S)
 

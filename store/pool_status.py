@@ -7,12 +7,15 @@ from store.master_events import MasterEventsStatus
 
 @dataclass(frozen=True, slots=True)
 class SegmentStatus:
-    """lost: its worker was reported dead. failing: pulls from it failed lately. Both: no credit."""
+    """lost: its worker was reported dead. failing: pulls from it failed lately. Both: no credit.
+
+    used: bytes; None for a segment that takes no more, of which the master says 0 whatever it holds.
+    """
 
     name: str
     status: str
     size: int
-    used: int
+    used: int | None
     lost: bool
     failing: bool
 

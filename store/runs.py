@@ -49,6 +49,15 @@ class Run:
         if parent is not None:
             parent.children += 1
 
+    def go_on_from(self, parent: "Run | None") -> None:
+        """`parent` is the run before this one from now on."""
+        if self.parent is not parent:
+            if self.parent is not None:
+                self.parent.children -= 1
+            if parent is not None:
+                parent.children += 1
+            self.parent = parent
+
     def offset(self, key: int) -> int:
         """Where `key` stands in this run, which has it."""
         if key == self.first:

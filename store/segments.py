@@ -92,6 +92,11 @@ class Segments:
         pulls = self._pulls.get(segment.name)
         return pulls is None or pulls.allows(now)
 
+    def name(self, endpoint: str) -> str:
+        """Of the segment, as workers are configured with it; the endpoint itself when it is not known."""
+        segment = self._by_endpoint.get(endpoint)
+        return endpoint if segment is None else segment.name
+
     def places(self, endpoint: str) -> frozenset[str]:
         """Name and host of the segment, empty when it is not known."""
         segment = self._by_endpoint.get(endpoint)

@@ -6,8 +6,8 @@ happened since; of all others it is forgotten.
 """
 
 import os
-import tempfile
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final
@@ -66,7 +66,7 @@ class Restored:
 def save(path: Path, index: IndexSnapshot, certain: IndexSnapshot, targets: dict[str, TargetState]) -> int:
     """Write what was taken of one instant in place of `path`, at once or not at all. Returns bytes.
 
-    Blocks: use a thread. Raises OSError.
+    Blocks: use a thread, one at a time. Raises OSError.
     """
     states = [
         _Target(name, state.mark.mark.seq, state.mark.mark.fingerprint, state.mark.complete, state.shown)
@@ -78,9 +78,11 @@ def save(path: Path, index: IndexSnapshot, certain: IndexSnapshot, targets: dict
     pieces = [len(head).to_bytes(_SIZE_BYTES, "big"), head, *chain(*parts)]
     digest = xxhash.xxh3_64()
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Of one name: what a kill leaves behind, the next life writes over. With names of their own, a gateway
+    # that is killed again and again for want of memory would fill the disk.
+    beside = path.with_name(f".{path.name}.new")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(beside, "wb", opener=partial(os.open, mode=0o600)) as file:
             file.write(_MAGIC)
             # Piece by piece: the event loop must not wait for one long copy.
             for piece in pieces:
@@ -89,9 +91,9 @@ def save(path: Path, index: IndexSnapshot, certain: IndexSnapshot, targets: dict
             file.write(digest.digest())
             file.flush()
             os.fsync(file.fileno())
-        Path(name).replace(path)
+        beside.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise
     return sum(map(len, pieces))
 

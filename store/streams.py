@@ -180,6 +180,10 @@ class EventStreams:
             self._drain.close(target)
         self._sink.reset(target, "not followed any more")
 
+    def followed(self, worker: str) -> set[str]:
+        """The targets of `worker` that are followed: itself, or its ranks (`worker@rank`)."""
+        return {target for target in self._streams if target.partition("@")[0] == worker}
+
     def restarted(self, target: str) -> None:
         """The target is known to be a new process: forget the old one and replay from the start."""
         stream = self._streams.get(target)

@@ -19,7 +19,7 @@ collect_ignore = [] if find_spec("langchain_openai") else ["clients"]
 
 # Files of most seconds are begun first, so that no process is left alone with one of them at the end.
 LONGEST = (
-    "one_process fleet restart board cancel cli every_policy server placing_by_load experiment doctor "
+    "one_process fleet restart board cancel cli every_policy server placing_by_load experiment examination "
     "lifecycle pool_losses dead_segments sim_pool pool_in_decisions resync long_prompts fast"
 ).split()
 

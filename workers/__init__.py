@@ -1,1 +1,1 @@
-"""The fleet: registry, leases, health, load."""
+"""The fleet: registry, health, load, discovery."""

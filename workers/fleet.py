@@ -4,13 +4,13 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
 from urllib.parse import urlsplit
 
 from workers.breaker import Breaker, BreakerOptions, BreakerState
-from workers.leases import LeaseBook
+from workers.connecting import in_url
 from workers.worker import EngineReport, KvEndpoint, ModelCard, Role, Target, Worker
 
 logger = logging.getLogger(__name__)
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 _SILENT_AFTER = 2
 # Names of this machine as itself.
 _LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
+_URL = re.compile(r"[!-~]*")
 _NAME = re.compile(r"[A-Za-z0-9\[][A-Za-z0-9._:\[\]-]{0,99}")
 
 
@@ -66,7 +67,7 @@ def _place(url: str) -> tuple[str, str, int, str]:
 
 
 class Fleet:
-    """All registered workers and the leases on their targets."""
+    """All registered workers."""
 
     def __init__(
         self,
@@ -82,7 +83,6 @@ class Fleet:
         breaker: when a worker that fails turns gets none. ramp_s: how long one that came back gets more and
         more. clock: steady seconds.
         """
-        self.leases = LeaseBook()
         self._breaker = breaker or BreakerOptions()
         self._ramp_s = ramp_s
         self._clock = clock
@@ -91,6 +91,8 @@ class Fleet:
         self._segments: dict[str, str] = {}
         self._listeners: list[FleetListener] = []
         self._workers: dict[str, Worker] = {}
+        # Another one whenever who may be chosen, or what for, has changed; but for what goes by the time.
+        self.version = 0
         # When any of them last came back.
         self._last_back = clock()
         # Asked for several times a turn, and changed by probes and admin only.
@@ -121,16 +123,25 @@ class Fleet:
         be its own, as long as no other worker is on that host. role: None as configured, else for both.
         """
         url = url.rstrip("/")
-        parts = urlsplit(url)
+        if not _URL.fullmatch(url):
+            raise BadWorker("a worker's URL is plain ASCII without spaces")
+        try:
+            parts = urlsplit(url)
+        except ValueError:
+            raise BadWorker("a worker's URL is http://HOST:PORT, an IPv6 address in brackets") from None
         try:
             port = parts.port
         except ValueError:
-            raise BadWorker("the port of a worker's URL must be a number below 65536") from None
+            port = 0
+        if port == 0:
+            raise BadWorker("the port of a worker's URL must be a number from 1 to 65535")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadWorker("a worker's URL is http://HOST:PORT or https://HOST:PORT")
         if parts.username or parts.password or parts.query or parts.fragment:
             raise BadWorker("a worker's URL carries no credentials, query or fragment")
-        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        if parts.path.endswith("/v1"):
+            raise BadWorker("a worker's URL ends before the /v1 of its API")
+        host = in_url(parts.hostname)
         name = name or (f"{host}:{port}" if port else host)
         if not _NAME.fullmatch(name):
             raise BadWorker("a worker's name is 1 to 100 of letters, digits and . _ : - [ ]")
@@ -154,6 +165,7 @@ class Fleet:
 
     def _registered(self) -> None:
         """Who is registered, or what they serve, is another than before."""
+        self.version += 1
         workers = self._workers.values()
         self._targets = {target.name: target for worker in workers for target in worker.targets}
         self._models = frozenset(card.id for worker in workers for card in worker.models)
@@ -181,18 +193,26 @@ class Fleet:
         if worker.cordoned and not cordoned:
             self._is_back(worker)
         worker.cordoned = cordoned
+        self.version += 1
         return worker
 
     def breaker_state(self, worker: Worker) -> BreakerState:
         return "closed" if worker.breaker.closed else worker.breaker.state(self._clock())
 
-    def ramps(self, workers: Sequence[Worker]) -> list[float]:
-        """The share of an ordinary load that each may have: below 1 only where it came back lately."""
-        if not self._ramp_s:
-            return [1.0] * len(workers)
+    def failing(self, worker: Worker) -> str:
+        """In words for operators how a worker fails turns, and until when it gets none; "" if it does not."""
+        breaker, now = worker.breaker, self._clock()
+        said = breaker.said(now)
+        if breaker.closed:
+            return said
+        rest_s = breaker.rest_s(now)
+        return f"{said}: " + (f"gets none for {rest_s:.0f} s" if rest_s else "the next one is its trial")
+
+    def ramps(self, workers: Iterable[Worker]) -> list[float]:
+        """The share of an ordinary load that each may have, below 1 where it came back lately. None: all."""
         now = self._clock()
         if now - self._last_back >= self._ramp_s:
-            return [1.0] * len(workers)
+            return []
         return [min(1.0, (now - worker.since) / self._ramp_s) for worker in workers]
 
     def _is_back(self, worker: Worker) -> None:
@@ -205,11 +225,11 @@ class Fleet:
 
     def failed(self, worker: Worker, kind: str) -> None:
         """It failed a turn by its own fault: a 5xx, a broken connection, silence. `kind` is for the log."""
-        if worker.breaker.failed(self._clock()):
-            logger.warning(
-                "worker %s failed %d turns in a row (the last: %s) and gets none for %g s",
-                *(worker.name, worker.breaker.failures, kind, self._breaker.open_s),
-            )
+        # Once when it opens and once for each trial, of which the next waits twice as long; before it opens
+        # once a minute.
+        if worker.breaker.failed(self._clock(), kind):
+            self.version += 1
+            logger.warning("worker %s %s", worker.name, self.failing(worker))
 
     def answered(self, worker: Worker) -> None:
         """Its answer to a turn has begun well."""
@@ -221,12 +241,14 @@ class Fleet:
         """Its share of the load compared with others', above 0. Raises UnknownWorker."""
         worker = self.get(name)
         worker.weight = weight
+        self.version += 1
         return worker
 
     def give_role(self, name: str, role: Role) -> Worker:
         """What it is for, from the next turn on. Raises UnknownWorker."""
         worker = self.get(name)
         worker.role = role
+        self.version += 1
         return worker
 
     def targets(self) -> Collection[Target]:
@@ -274,22 +296,34 @@ class Fleet:
         if worker.state != "up":
             logger.info("worker %s is up", worker.name)
             self._is_back(worker)
+        if worker.misses:
+            self.version += 1
         worker.state, worker.reason, worker.misses, worker.missed = "up", "", 0, False
         if restarted:
+            worker.breaker.renewed(self._clock())
             self._tell("restarted", worker)
         if changed:
             self._tell("up", worker)
 
-    def mark_down(self, worker: Worker, reason: str, *, sure: bool = True) -> None:
-        """A failed probe or a refused connection. sure: no turn could be answered there now."""
+    def mark_down(self, worker: Worker, reason: str, *, sure: bool = True, lasting: bool = False) -> None:
+        """A failed probe or a refused connection.
+
+        sure: no turn could be answered there now. lasting: waiting does not mend it, so that it is down even
+        if it never was up.
+        """
         if self._workers.get(worker.name) is not worker:
             return
-        was_up = worker.state == "up"
-        if was_up or worker.reason != reason:
+        before = worker.state
+        was_up = before == "up"
+        worker.state = "starting" if before == "starting" and not lasting else "down"
+        # Once for each change of state: what answers by turns in two wrong ways is not twice news.
+        if worker.state != before:
             logger.warning("worker %s is down: %s", worker.name, reason)
-        worker.state = "down" if was_up or worker.state == "down" else "starting"
+        elif not worker.misses and before == "starting":
+            logger.info("worker %s is starting: %s", worker.name, reason)
         worker.reason = reason
         worker.misses += 1
+        self.version += 1
         worker.missed = was_up and not sure
         worker.report = replace(worker.report, running=0.0, waiting=0.0)
         if was_up:

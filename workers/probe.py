@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import re
+import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from workers.connecting import in_url, lasts, why_not
 from workers.fleet import Fleet, FleetEvent
 from workers.pages import read_page
 from workers.worker import EngineReport, KvEndpoint, ModelCard, Worker
@@ -82,7 +84,7 @@ def reachable(endpoint: str, host: str) -> str:
     parts = urlsplit(endpoint)
     if parts.scheme != "tcp" or parts.netloc.rsplit(":", 1)[0] not in _ANY_HOST:
         return endpoint
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{endpoint.rsplit(':', 1)[1]}"
+    return f"tcp://{in_url(host)}:{endpoint.rsplit(':', 1)[1]}"
 
 
 def parse_kv_sources(body: bytes, host: str) -> tuple[KvEndpoint, ...]:
@@ -122,11 +124,13 @@ class ProbeFailed(Exception):
     """A worker that can't be used now; the message says why, in words for operators.
 
     sure: it said so, or nobody is there; otherwise no answer came, as from one that is very busy.
+    lasting: waiting does not mend it.
     """
 
-    def __init__(self, message: str, *, sure: bool = True) -> None:
+    def __init__(self, message: str, *, sure: bool = True, lasting: bool = False) -> None:
         super().__init__(message)
         self.sure = sure
+        self.lasting = lasting
 
 
 class Probe:
@@ -138,6 +142,7 @@ class Probe:
         *,
         interval_s: float = 1.0,
         timeout_s: float = 2.0,
+        tls: ssl.SSLContext,
         api_key: str = "",
         kv_events: bool = True,
     ) -> None:
@@ -146,7 +151,7 @@ class Probe:
         self._kv_events = kv_events
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
-        self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, trust_env=False)
+        self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, verify=tls, trust_env=False)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._wakes: dict[str, asyncio.Event] = {}
         self._asked: dict[str, asyncio.Event] = {}
@@ -210,13 +215,18 @@ class Probe:
             # Served in vLLM's development mode only, without which nobody can put an engine to sleep.
             if await self._optional(worker, "/is_sleeping", parse_sleeping):
                 raise ProbeFailed("asleep")
-            report = await self._optional(worker, "/metrics", lambda body: parse_metrics(body.decode()))
+            report = await self._optional(
+                worker, "/metrics", lambda body: parse_metrics(body.decode()), worker.report
+            )
             models = parse_models(await self._get(worker, "/v1/models"))
             endpoints = await self._optional(
-                worker, "/kv_event_sources", lambda body: parse_kv_sources(body, worker.host)
+                worker,
+                "/kv_event_sources",
+                lambda body: parse_kv_sources(body, worker.host),
+                worker.kv_endpoints,
             )
         except ProbeFailed as failure:
-            self._fleet.mark_down(worker, str(failure), sure=failure.sure)
+            self._fleet.mark_down(worker, str(failure), sure=failure.sure, lasting=failure.lasting)
         except Exception as error:
             logger.exception("probing worker %s failed", worker.name)
             self._fleet.mark_down(worker, f"probe failed: {type(error).__name__}")
@@ -225,13 +235,15 @@ class Probe:
                 worker, report or EngineReport(), models, (endpoints or ()) if self._kv_events else ()
             )
 
-    async def _optional(self, worker: Worker, path: str, parse: Callable[[bytes], T]) -> T | None:
-        """`path` parsed, or None where this worker does not have it."""
+    async def _optional(
+        self, worker: Worker, path: str, parse: Callable[[bytes], T], known: T | None = None
+    ) -> T | None:
+        """`path` parsed, None where this worker does not have it, or as `known` where no answer came."""
         try:
             return parse(await self._get(worker, path))
         except (ProbeFailed, ValueError, msgspec.MsgspecError) as error:
             logger.debug("worker %s: %s unusable: %s", worker.name, path, error)
-            return None
+            return known if isinstance(error, ProbeFailed) and not error.sure else None
 
     async def _get(self, worker: Worker, path: str) -> bytes:
         try:
@@ -240,10 +252,14 @@ class Probe:
             )
         except TimeoutError:
             raise ProbeFailed(f"{path} timed out", sure=False) from None
+        except httpx.RemoteProtocolError:
+            why = f"{path}: what answers there is not HTTP; it may be https"
+            raise ProbeFailed(why, lasting=True) from None
         except httpx.HTTPError as error:
-            raise ProbeFailed(f"{path}: {type(error).__name__}") from None
+            why = why_not(error) or f"{path}: {type(error).__name__}"
+            raise ProbeFailed(why, lasting=lasts(error)) from None
         if status in (401, 403):
-            raise ProbeFailed(f"{path} answered {status}: worker API key missing or wrong")
+            raise ProbeFailed(f"{path} answered {status}: worker API key missing or wrong", lasting=True)
         if not httpx.codes.is_success(status):
             raise ProbeFailed(f"{path} answered {status}")
         return page

@@ -98,8 +98,12 @@ class Worker:
     def targets(self) -> tuple["Target", ...]:
         """One target, or one per data-parallel rank where the worker publishes for several."""
         if self._targets_of is not self.kv_endpoints:
-            ranks = [e.rank for e in self.kv_endpoints] if len(self.kv_endpoints) > 1 else [None]
-            self._targets = tuple(Target(self, rank) for rank in ranks)
+            ranks = [endpoint.rank for endpoint in self.kv_endpoints]
+            self._targets = (
+                tuple(Target(self, rank, rank - ranks[0]) for rank in ranks)
+                if len(ranks) > 1
+                else (Target(self, None, None),)
+            )
             self._targets_of = self.kv_endpoints
         return self._targets
 
@@ -116,10 +120,15 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a turn is sent to: a worker, or one data-parallel rank of it."""
+    """What a turn is sent to: a worker, or one data-parallel rank of it.
+
+    rank: as it publishes. place: as X-data-parallel-rank calls it: a server that has the ranks 4 to 7 of a
+    deployment over several machines (`--data-parallel-hybrid-lb`) counts them from 0, and refuses 4.
+    """
 
     worker: Worker
     rank: int | None
+    place: int | None
     # Asked for a dozen times a turn.
     name: str = field(init=False)
 

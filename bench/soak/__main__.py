@@ -271,7 +271,7 @@ class Soak:
         failed = self.seen["error"] + self.seen["cut"]
         # Of turns that their agent left, either side may have seen the end first.
         for name, one, other in (
-            ("failed", counted["error"], failed),
+            ("failed", counted["error"] + counted["refused"], failed),
             ("good", counted["ok"], self.seen["ok"]),
         ):
             if not other <= one <= other + self.seen["left"]:

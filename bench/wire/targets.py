@@ -75,7 +75,7 @@ class Targets:
             "MOONGATE_ADMIN__TOKEN": "bench",
         }
         argv = ["-c", _GATEWAY, "serve", "--port", str(port), *flags]
-        return Target(name, port, self.run(name, argv, **env, **settings))
+        return Target(name, port, self.run(name, argv, **(env | settings)))
 
     def vllm_router(self, policy: str, port: int, metrics: int, workers: Sequence[str]) -> Target:
         argv = ["-m", "vllm_router.launch_router", "--policy", policy, "--log-level", "warning"]

@@ -11,6 +11,10 @@ class MismatchView(Answer):
     target: str
     predicted: int
     actual: int
+    excused: str = Field(
+        description="Why it does not count as wrong: pool_unknown, events_missing, in_doubt or "
+        "events_on_their_way; empty: it counts."
+    )
 
 
 class AuditedView(Answer):
@@ -25,7 +29,7 @@ class AuditedView(Answer):
     actual_tokens: int
     over_tokens: int = Field(description="Predicted, and not cached.")
     under_tokens: int = Field(description="Cached, and not predicted.")
-    excused: int = Field(description="Turns of which not all was known; counted nowhere else.")
+    excused: int = Field(description="Turns of which not all was known; in no other count.")
     errors: dict[str, int] = Field(description="Turns by the size of their error in tokens, at most so many.")
 
 
@@ -38,11 +42,11 @@ class AuditAnswer(Answer):
     error_tokens: int = Field(description="Sum of the absolute differences.")
     excused: int = Field(
         description="Turns of which not all was known: the pool did not answer, events were missing or on "
-        "their way."
+        "their way. In no other count."
     )
     series: list[AuditedView]
     demoted: dict[str, str] = Field(description="Targets whose index is believed less for their errors: why.")
-    mismatches: list[MismatchView] = Field(description="The last 50.")
+    mismatches: list[MismatchView] = Field(description="The last 50, those that are excused among them.")
 
     @classmethod
     def of(cls, audit: Audit) -> "AuditAnswer":
@@ -58,7 +62,13 @@ class AuditAnswer(Answer):
             series=[_audited(*key, series) for key, series in audit.series.items()],
             demoted=audit.all_demoted(),
             mismatches=[
-                MismatchView(request_id=m.request_id, target=m.target, predicted=m.predicted, actual=m.actual)
+                MismatchView(
+                    request_id=m.request_id,
+                    target=m.target,
+                    predicted=m.predicted,
+                    actual=m.actual,
+                    excused=m.excused,
+                )
                 for m in audit.mismatches
             ],
         )

@@ -1,6 +1,8 @@
 """The admin API under /admin/v1: the fleet, what was decided and why, and what the gateway knows."""
 
 import asyncio
+import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
@@ -12,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from gateway import errors
 from gateway.admin.audit import AuditAnswer
 from gateway.admin.body_api import api_path
+from gateway.admin.bounded import Bounded
 from gateway.admin.index import IndexAnswer
 from gateway.admin.policy import policy_routes
 from gateway.admin.prompts import PromptsAnswer
@@ -36,6 +39,9 @@ from workers.fleet import BadWorker, DuplicateWorker, UnknownWorker
 from workers.worker import Role, Worker
 
 PREFIX = "/admin/v1"
+_LOOK_UP_S = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 class FleetAdmin(Protocol):
@@ -49,14 +55,18 @@ class FleetAdmin(Protocol):
     def cordon(self, name: str, cordoned: bool) -> Worker: ...
     def weigh(self, name: str, weight: float) -> Worker: ...
     def give_role(self, name: str, role: Role) -> Worker: ...
+    def failing(self, worker: Worker) -> str: ...
     def remove(self, name: str) -> Worker: ...
 
 
 class Explainer(Protocol):
     """Decides without acting: no lease, no metric, nothing on record."""
 
-    async def explain(self, path: str, body: bytes) -> DecisionRecord:
-        """`path`: the API's path the body would be posted to. Raises errors.ApiError."""
+    async def explain(self, path: str, body: bytes, key: str = "") -> DecisionRecord:
+        """path: the API's path the body would be posted to. key: what the client's key is called.
+
+        Raises errors.ApiError.
+        """
         ...
 
 
@@ -76,6 +86,10 @@ class AdminParts:
     prompts: Callable[[], PromptsAnswer]
     policy: PolicyVersions
     router: Shadowed
+    refusals: Callable[[], list[str]]
+
+
+Comment = Annotated[str, Query(max_length=200, description="Why, for the log.")]
 
 
 class NewWorker(BaseModel):
@@ -144,6 +158,7 @@ def build_admin(parts: AdminParts) -> FastAPI:
         dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(_only_admin)],
     )
     errors.install(app)
+    app.add_middleware(Bounded, limit=parts.settings.limits.max_body_bytes)
     faults: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}}
     policy = policy_routes(parts.policy, parts.decisions, parts.fleet)
     shadow = shadow_routes(parts.router, parts.policy)
@@ -159,24 +174,31 @@ def _workers(parts: AdminParts) -> APIRouter:
     fleet = parts.fleet
 
     async def view(worker: Worker) -> WorkerView:
-        return WorkerView.of(worker, parts.loads, await parts.drains.progress(worker.name))
+        drain = await parts.drains.progress(worker.name)
+        return WorkerView.of(worker, parts.loads, drain, fleet.failing(worker))
 
     @router.get("/workers", summary="All workers")
     async def get_workers() -> WorkersAnswer:
-        return WorkersAnswer(workers=await asyncio.gather(*map(view, fleet.workers())))
+        return WorkersAnswer(
+            workers=await asyncio.gather(*map(view, fleet.workers())), refusals=parts.refusals()
+        )
 
     @router.post("/workers", status_code=201, summary="Add a worker")
     async def add_worker(new: NewWorker, request: Request, response: Response) -> WorkerView:
         server, here = parts.settings.server, request.scope["server"] or ("", 0)
         ours = {server.port, parts.settings.admin.port, here[1]}
-        if await asyncio.to_thread(leads_here, new.url, server.host, ours):
-            raise errors.InvalidRequest("that URL is the gateway's own", param="url")
+        # A name that no name server answers for in time is one that nobody could be asked at.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_UP_S):
+                if await asyncio.to_thread(leads_here, new.url, server.host, ours):
+                    raise errors.InvalidRequest("that URL is the gateway's own", param="url")
         try:
             worker = fleet.add(new.url, new.name, new.segment, new.role)
         except BadWorker as error:
             raise errors.InvalidRequest(str(error), param="url") from None
         except DuplicateWorker as error:
             raise errors.Conflict(str(error)) from None
+        logger.info("worker %s added: %r, role %s", worker.name, worker.url, worker.role)
         response.headers["location"] = f"{PREFIX}/workers/{worker.name}"
         return await view(worker)
 
@@ -192,15 +214,19 @@ def _workers(parts: AdminParts) -> APIRouter:
         cordoned = change.cordoned if change.drain is None else change.drain
         if cordoned is not None:
             _known(lambda: fleet.cordon(name, cordoned))
+            logger.info("worker %s %s", name, "cordoned" if cordoned else "uncordoned")
         if change.weight is not None:
             fleet.weigh(name, change.weight)
+            logger.info("worker %s: weight %g", name, change.weight)
         if change.role is not None:
             fleet.give_role(name, change.role)
+            logger.info("worker %s: role %s", name, change.role)
         return await view(worker)
 
     @router.delete("/workers/{name}", status_code=204, summary="Remove a worker; its turns end undisturbed")
-    async def remove_worker(name: str) -> None:
+    async def remove_worker(name: str, comment: Comment = "") -> None:
         _known(lambda: fleet.remove(name))
+        logger.info("worker %s removed%s", name, f": {comment!r}" if comment else "")
 
     _ = get_workers, add_worker, get_worker, change_worker, remove_worker
     return router
@@ -232,9 +258,12 @@ def _decisions(parts: AdminParts) -> APIRouter:
         api: Annotated[
             str, Query(description="API the body is for, path or name; guessed if not given.")
         ] = "",
+        key: Annotated[
+            str, Query(description="Name of the client's key, whose tenant counts too; none if not given.")
+        ] = "",
     ) -> DecisionView:
-        body = await _body(request, parts.settings.limits.max_body_bytes)
-        return DecisionView.of(await parts.explainer.explain(api_path(api, body), body))
+        body = await request.body()
+        return DecisionView.of(await parts.explainer.explain(api_path(api, body), body, key))
 
     @router.get("/decisions", summary="The last decisions")
     async def get_decisions(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> DecisionsAnswer:
@@ -276,15 +305,3 @@ def _knowledge(parts: AdminParts) -> APIRouter:
 
     _ = get_index, get_pool, get_prompts, get_config
     return router
-
-
-async def _body(request: Request, limit: int) -> bytes:
-    """The whole body. Raises PayloadTooLarge beyond `limit` bytes (0: none)."""
-    parts: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if limit and size > limit:
-            raise errors.PayloadTooLarge(f"the body is larger than {limit} bytes")
-        parts.append(chunk)
-    return b"".join(parts)

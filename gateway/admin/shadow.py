@@ -1,6 +1,7 @@
 """The admin API's routes of the shadow: a second policy that decides on every turn and never acts."""
 
 import asyncio
+import logging
 import time
 from typing import Any, Protocol
 
@@ -10,8 +11,10 @@ from pydantic import Field
 from gateway import errors
 from gateway.admin.policy import Author, Comment, CompareView, Given, IfMatch, PolicyAnswer
 from gateway.admin.views import Answer
-from gateway.routing.policy_versions import PolicyVersions, plan_of
+from gateway.routing.policy_versions import PolicyVersions, digest_of, plan_of
 from policies.shadow import Measured, Shadow
+
+logger = logging.getLogger(__name__)
 
 
 class Shadowed(Protocol):
@@ -107,12 +110,16 @@ def shadow_routes(router: Shadowed, versions: PolicyVersions) -> APIRouter:
         shadow = Shadow(plan_of(given), time.perf_counter)
         async with changing:
             router.shadow = shadow
+        document = shadow.plan.as_plain
+        logger.info("shadow set: %s, document %s", document["policy"], digest_of(document))
         return ShadowAnswer.of(shadow)
 
     @routes.delete("", status_code=204, summary="End the shadow")
     async def delete_shadow() -> None:
         async with changing:
-            router.shadow = None
+            had, router.shadow = router.shadow, None
+        if had is not None:
+            logger.info("shadow ended")
 
     @routes.post("/promote", summary="Bring the shadow's document into force")
     async def promote(
@@ -124,6 +131,7 @@ def shadow_routes(router: Shadowed, versions: PolicyVersions) -> APIRouter:
                 document, author=author, comment=comment or "promoted from the shadow", if_match=if_match
             )
             router.shadow = None
+        logger.info("shadow promoted, and ended")
         response.headers["etag"] = version.etag
         return PolicyAnswer.of(version)
 

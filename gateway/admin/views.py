@@ -1,7 +1,6 @@
 """What the admin API answers with: documented models, and how they are read off the gateway's own values."""
 
 import time
-from dataclasses import asdict
 from typing import Any, Protocol
 
 import msgspec
@@ -16,7 +15,7 @@ from policies.rates import InUnits
 from policies.recorded import Outcome
 from policies.sessions import Known
 from policies.types import Rates, Scored, Turn
-from store.mooncake_http import Drain
+from store.mooncake_http import DrainJob
 from workers.worker import Target, Worker
 
 
@@ -86,14 +85,17 @@ class DrainView(Answer):
     status: str = Field(description="CREATED, PLANNING, RUNNING, SUCCEEDED, FAILED or CANCELED.")
     moved: int
     failed: int
-    blocked: int
+    blocked: int = Field(
+        description="What can't be moved just now, though it may be soon: read or looked up within the "
+        "master's lease (default_kv_lease_ttl), still being written, or no other segment can take it."
+    )
     active: int
     moved_bytes: int
     message: str
 
     @classmethod
-    def of(cls, drain: Drain) -> "DrainView":
-        return cls(**asdict(drain))
+    def of(cls, drain: DrainJob) -> "DrainView":
+        return cls(**msgspec.structs.asdict(drain))
 
 
 class WorkerView(Answer):
@@ -103,8 +105,9 @@ class WorkerView(Answer):
     reason: str = Field(description="Why it is not up.")
     cordoned: bool = Field(description="A cordoned worker gets no new turns.")
     drain: DrainView | None = Field(description="Null: its share of the pool stays where it is.")
-    breaker: str = Field(description="closed; open: it failed turns in a row and gets none; half-open.")
+    breaker: str = Field(description="closed; open: it failed too many turns and gets none; half-open.")
     failures: int = Field(description="Turns failed since the last that ended well.")
+    failing: str = Field(description="How it failed turns of late, and until when it gets none; else empty.")
     weight: float = Field(description="Its share of the load compared with others'.")
     role: str = Field(description="What it is for: both, prefill or decode.")
     models: list[ServedModel]
@@ -124,7 +127,7 @@ class WorkerView(Answer):
     hash_algo: str
 
     @classmethod
-    def of(cls, worker: Worker, loads: "Loads", drain: Drain | None) -> "WorkerView":
+    def of(cls, worker: Worker, loads: "Loads", drain: DrainJob | None, failing: str) -> "WorkerView":
         report = worker.report
         model = worker.models[0].id if worker.models else ""
         targets = [TargetView.of(target, model, loads) for target in worker.targets]
@@ -137,6 +140,7 @@ class WorkerView(Answer):
             drain=DrainView.of(drain) if drain else None,
             breaker=worker.breaker.state(time.monotonic()),
             failures=worker.breaker.failures,
+            failing=failing,
             weight=worker.weight,
             role=worker.role,
             models=[
@@ -164,6 +168,7 @@ class Loads(Protocol):
 
 class WorkersAnswer(Answer):
     workers: list[WorkerView]
+    refusals: list[str] = Field(description="Why turns were refused within the last minute or two.")
 
 
 class CandidateView(Answer):
@@ -230,7 +235,10 @@ class CandidateView(Answer):
 
 
 class OutcomeView(Answer):
-    kind: str = Field(description="ok, error, cancelled, or moved: placed anew after its worker failed.")
+    kind: str = Field(
+        description="ok, error, refused (by the gateway, with a 4xx), cancelled, or moved: placed anew after "
+        "its worker failed."
+    )
     status: int
     cached_tokens: int | None = Field(description="What the worker reported; null if it did not.")
     ttft_s: float | None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from gateway import errors
@@ -62,11 +63,15 @@ def _renamed(body: bytes, content_type: bytes, alias: str, model: str) -> bytes:
     if span is not None:
         return body[: span[0]] + model.encode() + body[span[1] :]
     name = json.dumps(model, ensure_ascii=False).encode()
-    # Nested objects may have a `model` too; of two at the top, parsers take the last.
+    place = _place(body)
+    if place is not None:
+        return body[: place.start] + name + body[place.stop :]
+    # What only Python takes for JSON. Nested objects may have a `model` too; of two at the top, parsers take
+    # the last.
     places = [place for place in _PLACE.finditer(body) if _text(place[1]) == alias]
-    for place in places[: -_MOST_PLACES - 1 : -1]:
-        changed = body[: place.start(1)] + name + body[place.end(1) :]
-        if _model_of(changed) == model:
+    for found in places[: -_MOST_PLACES - 1 : -1]:
+        changed = body[: found.start(1)] + name + body[found.end(1) :]
+        if json.loads(changed)["model"] == model:
             return changed
     raise errors.InvalidRequest("the model's name must stand in the body as plain UTF-8", param="model")
 
@@ -79,11 +84,21 @@ def _text(literal: bytes) -> str:
 
 
 class _Head(msgspec.Struct):
-    model: Any = None
+    model: msgspec.Raw
 
 
-def _model_of(body: bytes) -> object:
+def _place(body: bytes) -> slice | None:
+    """Where the value of the body's own `model` stands, None where the body is no strict JSON.
+
+    A raw value is a view of what it was read from, so its address says where it was.
+    """
     try:
-        return msgspec.json.decode(body, type=_Head).model
+        raw = msgspec.json.decode(body, type=_Head).model
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return json.loads(body)["model"]
+        return None
+    start = _address(raw) - _address(body)
+    return slice(start, start + len(raw)) if body.startswith(raw, max(0, start)) else None
+
+
+def _address(buffer: bytes | msgspec.Raw) -> int:
+    return np.frombuffer(buffer, dtype=np.uint8).ctypes.data

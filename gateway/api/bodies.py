@@ -211,8 +211,8 @@ def _read(body: bytes, kind: type[T], name: ListField, known: _Body | None, shar
     items = [*items, *fresh]
     ends = list(ends)
     place = start
-    for raw in raws:  # the next one begins with the next brace
-        place = short.index(raw, place) + len(raw)
+    for raw in raws:  # only blanks and a comma are before it
+        place = short.index(memoryview(raw)[:1], place) + len(raw)
         ends.append(place + skipped)
     setattr(prompt, name, items)
     if tools.objects:

@@ -14,7 +14,6 @@ from gateway import errors
 from gateway.api.bodies import Bodies, ListField
 from gateway.api.forms import field_span
 from gateway.api.usage import AnswerTail
-from gateway.asgi import Headers
 from gateway.sessions.sessions import named_in_body
 from store.prompt.request import (
     ChatPrompt,
@@ -36,6 +35,8 @@ POST_ONLY = frozenset(
     "/v1/embeddings /v1/rerank /v1/score /v1/audio/transcriptions /v1/audio/translations "
     "/tokenize /detokenize /classify /score /rerank /v2/rerank /v2/embed /pooling".split()
 )
+# What they do they do to one worker, and to everybody's turns on it.
+WORKERS_OWN = frozenset("/v1/load_lora_adapter /v1/unload_lora_adapter /inference/v1/abort_requests".split())
 _NO_JSON = "the body is not valid JSON"
 _VAST = "a body of so many parts has to be plain JSON: without NaN, Infinity and lone surrogates"
 # A text of that size is read in 50 ms, and no model takes it; nothing else runs meanwhile in any thread.
@@ -45,7 +46,6 @@ _UNCOUNTED_BYTES = 1 << 19
 _UNREAD_BYTES = 8 << 20
 _MOST_PARTS = 20_000
 _MOST_VALUES = 1 << 20
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 # What vLLM takes for true, as text.
 _TRUE = frozenset(("true", "1", "1.0", "yes", "on", "t", "y"))
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s*(\d{1,9})')
@@ -82,14 +82,14 @@ class ParsedTurn(msgspec.Struct, frozen=True):
             return tail.last_event() in (b"message_stop", b"error")
         if self.api == "responses":
             return tail.last_event() in _RESPONSE_ENDS
-        return tail.total > 0 and (self.api == "other" or tail.ends_with_done())
+        return bool(tail) and (self.api == "other" or tail.ends_with_done())
 
     def error_event(self, tail: AnswerTail, error: errors.ApiError, response_id: str = "") -> bytes:
         """The last event of a stream that broke off: no client takes what came before for whole.
 
         response_id: of the response that was being made, where the stream had named it.
         """
-        gap = b"" if not tail.total or tail.content().endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
+        gap = b"" if not tail or tail.content().endswith((b"\n\n", b"\r\n\r\n")) else b"\n\n"
         if self.api == "messages":
             return gap + b"event: error\ndata: " + errors.body(error, "anthropic") + b"\n\n"
         if self.api == "responses":
@@ -176,10 +176,6 @@ class _Other(msgspec.Struct):
     sampling_params: Any = None
 
 
-def is_event_stream(headers: Headers) -> bool:
-    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
-
-
 def parse(
     method: str,
     path: str,
@@ -214,10 +210,10 @@ def parse(
             if error.message == _NO_JSON and _is_another_kind(content_type, body):
                 raise errors.UnsupportedMedia("send the body as application/json") from None
             raise
-    if path.startswith(_STORED):
-        return ParsedTurn(
-            "responses", "", unknown="other_api", response_id=path[len(_STORED) :].split("/")[0]
-        )
+    response_id, _, below = path.removeprefix(_STORED).partition("/")
+    # Nothing is posted to a response but what is below it: `/v1/responses/render` is no response's path.
+    if path.startswith(_STORED) and (method != "POST" or below):
+        return ParsedTurn("responses", "", unknown="other_api", response_id=response_id)
     return _other(body, content_type)
 
 
@@ -403,11 +399,13 @@ def is_vast(body: bytes) -> bool:
         return True
     if np.count_nonzero((each == ord("{")) | (each == ord("["))) <= _MOST_PARTS:
         return False
-    # Text is full of brackets, too. One quote in it is two bytes here.
-    if len(body) > _UNREAD_BYTES or body.count(b'"') - body.count(b'\\"') > 8 * _MOST_PARTS:
+    if len(body) > _UNREAD_BYTES:
         return True
-    bare = _STRING.sub(b"", body)
-    return bare.count(b"{") + bare.count(b"[") > _MOST_PARTS
+    # Text is full of brackets, too. Escaped backslashes go first: a quote behind one ends its text.
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if plain.count(b'"') > 8 * _MOST_PARTS:
+        return True
+    return sum(bare.count(b"{") + bare.count(b"[") for bare in plain.split(b'"')[::2]) > _MOST_PARTS
 
 
 def _field_in(message: str) -> str | None:

@@ -7,7 +7,8 @@ from typing import Any
 def as_text(view: Mapping[str, Any]) -> str:
     """`view`: a decision as the admin API shows it."""
     candidates: Sequence[Mapping[str, Any]] = view["candidates"]
-    weighed = list(dict.fromkeys(term for candidate in candidates for term in candidate["terms"]))
+    names = dict.fromkeys(term for candidate in candidates for term in candidate["terms"])
+    weighed = [name for name in names if any(candidate["terms"].get(name) for candidate in candidates)]
     # Milliseconds have a table of their own.
     terms = [] if _in_seconds(view) else weighed
     unit, scale = ("cost ms", 1e3) if view["unit"] == "s" else ("cost", 1)
@@ -80,9 +81,8 @@ def _choice(view: Mapping[str, Any]) -> list[str]:
     if view["runner_up"]:
         margin = view["margin"] * (1e3 if view["unit"] == "s" else 1)
         unit = "ms" if view["unit"] == "s" else view["unit"]
-        lines.append(
-            f"next: {view['runner_up']}, {_number(abs(margin))} {unit} {'more' if margin >= 0 else 'less'}"
-        )
+        words = (_number(abs(margin)), unit, "more" if margin >= 0 else "less")
+        lines.append(f"next: {view['runner_up']}, {' '.join(filter(None, words))}")
     return lines
 
 
@@ -112,9 +112,14 @@ def _prompt_line(view: Mapping[str, Any]) -> str:
         placed = ", placed by load" if view["target"] is not None else ""
         return f"{model}: prompt not known ({view['unrenderable']}){placed}"
     tokens, cached = view["prompt_tokens"], view["predicted_cached_tokens"]
+    local = next((c["local_tokens"] for c in view["candidates"] if c["target"] == view["target"]), 0)
+    here, pulled = min(local, cached), max(0, cached - local)
+    places = [f"{here} of them cached there"] if here or not pulled else []
+    if pulled:
+        places.append(f"{pulled} of them in the pool")
     return (
         f"{model}: {tokens} prompt tokens in {view['blocks']} full blocks of {view['block_size']}, "
-        f"{cached} of them cached there, {tokens - cached} to compute"
+        f"{', '.join(places)}, {tokens - cached} to compute"
     )
 
 

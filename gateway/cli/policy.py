@@ -6,24 +6,21 @@ import sys
 import time
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
+from gateway.cli.options import ConfigOption, TokenOption, UrlOption, fail, running
+
 policy = typer.Typer(name="policy", help="Read and change the policy of a running gateway.")
 
-Url = Annotated[
-    str | None, typer.Option("--url", help="Base URL of the running gateway. Default: from the settings.")
-]
-Token = Annotated[str | None, typer.Option("--admin-token", help="Token of the admin API.")]
-Config = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
 File = Annotated[str, typer.Argument(help="File with a policy document, JSON or TOML, or - for stdin.")]
 Comment = Annotated[str, typer.Option("--comment", help="Why, for the history.")]
 IfMatch = Annotated[str, typer.Option("--if-match", help="Only if this version is in force: its number.")]
 
 
 @policy.command()
-def get(url: Url = None, admin_token: Token = None, config: Config = None) -> None:
+def get(url: UrlOption = None, admin_token: TokenOption = None, config: ConfigOption = None) -> None:
     """Print the document in force; its version goes to standard error."""
     found = _ask("GET", "", url, admin_token, config)
     print(f"version {found['version']} by {found['author'] or 'unknown'}", file=sys.stderr)
@@ -35,19 +32,22 @@ def put(
     file: File,
     comment: Comment = "",
     if_match: IfMatch = "",
-    url: Url = None,
-    admin_token: Token = None,
-    config: Config = None,
+    url: UrlOption = None,
+    admin_token: TokenOption = None,
+    config: ConfigOption = None,
 ) -> None:
     """Bring a document into force at once; turns under way end as they were placed."""
-    found = _ask(
-        "PUT", "", url, admin_token, config, json=_document(file), params=_why(comment), if_match=if_match
-    )
+    document = _document(file)
+    found = _ask("PUT", "", url, admin_token, config, json=document, params=_why(comment), if_match=if_match)
     print(f"version {found['version']} is in force")
+    for warning in _ask("POST", "/validate", url, admin_token, config, json=document)["warnings"]:
+        print(f"warning: {warning}")
 
 
 @policy.command()
-def validate(file: File, url: Url = None, admin_token: Token = None, config: Config = None) -> None:
+def validate(
+    file: File, url: UrlOption = None, admin_token: TokenOption = None, config: ConfigOption = None
+) -> None:
     """Check a document, and try it on the last decisions. Changes nothing."""
     found = _ask("POST", "/validate", url, admin_token, config, json=_document(file))
     print("the document is valid")
@@ -59,6 +59,8 @@ def validate(file: File, url: Url = None, admin_token: Token = None, config: Con
         before, after = recent["predicted_ttft_ms_before"], recent["predicted_ttft_ms_after"]
         print(f"{moved}: expected time to first token {before:.1f} -> {after:.1f} ms,")
         print(f"tokens to compute {recent['uncached_tokens_before']} -> {recent['uncached_tokens_after']}")
+    else:
+        print("before and after are not compared: there is no turn lately that both policies could place")
     if found["not_judged"]:
         print(f"warning: {found['not_judged']} of the last turns are not judged: headers were not kept then")
     if recent["unplaced"]:
@@ -68,7 +70,7 @@ def validate(file: File, url: Url = None, admin_token: Token = None, config: Con
 
 
 @policy.command()
-def history(url: Url = None, admin_token: Token = None, config: Config = None) -> None:
+def history(url: UrlOption = None, admin_token: TokenOption = None, config: ConfigOption = None) -> None:
     """The versions there were, with what each changed; the newest first."""
     for version in _ask("GET", "/history", url, admin_token, config)["versions"]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(version["time"]))
@@ -82,9 +84,9 @@ def rollback(
     version: Annotated[int | None, typer.Argument(help="Default: the one before the present.")] = None,
     comment: Comment = "",
     if_match: IfMatch = "",
-    url: Url = None,
-    admin_token: Token = None,
-    config: Config = None,
+    url: UrlOption = None,
+    admin_token: TokenOption = None,
+    config: ConfigOption = None,
 ) -> None:
     """Bring an earlier version's document into force again."""
     body = {} if version is None else {"version": version}
@@ -105,7 +107,6 @@ def _ask(
     params: dict[str, str] | None = None,
     if_match: str = "",
 ) -> Any:
-    from gateway.cli.main import running
     from gateway.cli.remote import RemoteError
 
     try:
@@ -116,7 +117,7 @@ def _ask(
                 etag = tag if str(now["version"]) == if_match else f'"{if_match}"'
             return gateway.ask(method, "/admin/v1/policy" + path, json=json, params=params, etag=etag)
     except RemoteError as error:
-        _fail(str(error))
+        fail(str(error), 1)
 
 
 def _why(comment: str) -> dict[str, str]:
@@ -131,7 +132,7 @@ def _document(file: str) -> Any:
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        _fail(f"{file}: {error}")
+        fail(f"{file}: {error}", 1)
     try:
         return json.loads(text)
     except ValueError as fault:
@@ -139,9 +140,4 @@ def _document(file: str) -> Any:
             return tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             of = f"JSON: {fault}" if text.lstrip().startswith("{") else f"TOML: {error}"
-            _fail(f"{file}: not valid {of}")
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"moongate: {message}", file=sys.stderr)
-    raise typer.Exit(1)
+            fail(f"{file}: not valid {of}", 1)

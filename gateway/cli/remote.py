@@ -4,7 +4,12 @@ from typing import Any
 
 import httpx
 
+from workers.connecting import trusting, why_not
+
 _WHERE = "start it with `moongate serve`, or say with --url where it listens"
+# As the gateway has it; without importing that for it.
+_WRONG_PORT = "not served on this port"
+_ADMIN_PORT = "admin has a port of its own there (admin.port): give that one with --url"
 _TOKEN = "give the admin token with --admin-token or MOONGATE_ADMIN__TOKEN"  # noqa: S105
 
 
@@ -30,7 +35,9 @@ class RunningGateway:
         self.url = base_url(url)
         headers = {"authorization": f"Bearer {token}"} if token else {}
         try:
-            self._client = httpx.Client(timeout=timeout_s, headers=headers, trust_env=False)
+            self._client = httpx.Client(
+                timeout=timeout_s, headers=headers, verify=trusting(), trust_env=False
+            )
         except UnicodeEncodeError:
             raise RemoteError("the admin token has characters that no header can carry") from None
 
@@ -44,9 +51,9 @@ class RunningGateway:
         """The JSON answer of `path`. Raises RemoteError."""
         return self._json(self._ask("GET", path))
 
-    def explain(self, body: bytes, api: str = "") -> dict[str, Any]:
-        """Where `body` would go. Raises RemoteError."""
-        params = {"api": api} if api else {}
+    def explain(self, body: bytes, api: str = "", key: str = "") -> dict[str, Any]:
+        """Where `body` would go, sent with the key of that name. Raises RemoteError."""
+        params = {name: said for name, said in (("api", api), ("key", key)) if said}
         return self._json(self._ask("POST", "/admin/v1/explain", content=body, params=params))
 
     def ask(
@@ -76,9 +83,12 @@ class RunningGateway:
         asked = {"url": url, "segment": segment}
         return self._ask("POST", "/admin/v1/workers", accept=409, json=asked).status_code != 409
 
-    def remove_worker(self, name: str) -> None:
-        """End a worker's registration; one that is not registered is fine. Raises RemoteError."""
-        self._ask("DELETE", f"/admin/v1/workers/{name}", accept=404)
+    def remove_worker(self, name: str, comment: str) -> None:
+        """End a worker's registration; one that is not registered is fine. Raises RemoteError.
+
+        comment: why, for the gateway's log.
+        """
+        self._ask("DELETE", f"/admin/v1/workers/{name}", accept=404, params={"comment": comment})
 
     def _json(self, answer: httpx.Response) -> Any:
         try:
@@ -90,11 +100,15 @@ class RunningGateway:
         try:
             answer = self._client.request(method, self.url + path, **more)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise RemoteError(f"no gateway answers at {self.url} ({type(error).__name__})", _WHERE) from None
+            why = why_not(error) or type(error).__name__
+            raise RemoteError(f"no gateway answers at {self.url} ({why})", _WHERE) from None
         if answer.is_success or answer.status_code == accept:
             return answer
         said = _message(answer)
-        fix = _TOKEN if answer.status_code == 401 else _WHERE if said is None else ""
+        if said == _WRONG_PORT:
+            fix = _ADMIN_PORT
+        else:
+            fix = _TOKEN if answer.status_code == 401 else _WHERE if said is None else ""
         raise RemoteError(f"{path} answered {answer.status_code}: {said or answer.reason_phrase}", fix)
 
 

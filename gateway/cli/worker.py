@@ -4,20 +4,18 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gateway.cli.options import ConfigOption, TokenOption, UrlOption, fail, running
+
 if TYPE_CHECKING:
+    from gateway.cli.remote import RunningGateway
     from workers.launch.vllm import VllmWorkerSpec
 
 # vLLM ends within a second or two of SIGTERM, the pool's client of it a little later.
 _GRACE_S = 30.0
-Url = Annotated[
-    str | None, typer.Option("--url", help="Base URL of the running gateway. Default: from the settings.")
-]
-Token = Annotated[str | None, typer.Option("--admin-token", help="Token of the admin API.")]
-Config = Annotated[Path | None, typer.Option("--config", help="TOML file with settings.")]
 
 
 def worker(
@@ -33,11 +31,14 @@ def worker(
     ] = 4.0,
     python: Annotated[Path | None, typer.Option(help="Interpreter that has vLLM.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the exact command and end.")] = False,
-    url: Url = None,
-    admin_token: Token = None,
-    config: Config = None,
+    url: UrlOption = None,
+    admin_token: TokenOption = None,
+    config: ConfigOption = None,
 ) -> None:
-    """Start one vLLM worker as Moongate needs it, registered while it runs. Words after -- go to vLLM."""
+    """Run one vLLM worker as Moongate needs it.
+
+    It is registered while it runs. Words after -- go to vLLM.
+    """
     from workers.launch.vllm import command
 
     spec = _worker_spec(model, host, port, mooncake, python, tuple(context.args), elsewhere=dry_run)
@@ -48,42 +49,49 @@ def worker(
     if dry_run:
         _print_command(spec, argv, variables)
         return
+    with running(url, admin_token, config) as gateway:
+        raise typer.Exit(_run(spec, argv, variables, gateway))
+
+
+def _run(
+    spec: "VllmWorkerSpec", argv: list[str], variables: dict[str, str], gateway: "RunningGateway"
+) -> int:
+    """The engine's exit code, once it has ended; `gateway` has it in its list until then."""
     import asyncio
     import json
 
-    from gateway.cli.main import running
     from gateway.cli.remote import RemoteError
     from workers.launch.attended import attended
     from workers.launch.vllm import MOONCAKE_CONFIG, UNSET, mooncake_config
+
+    added = False
+
+    def join() -> None:
+        """The gateway probes it from now on and uses it once it is up."""
+        nonlocal added
+        added = gateway.add_worker(spec.url, spec.segment)
+
+    def leave(how: str) -> None:
+        """No new turns from here on. What others registered stays: they may start it again."""
+        why = f"its engine ended with {how}" if how else "it ends"
+        if how:
+            print(f"moongate: the engine ended with {how}", file=sys.stderr, flush=True)
+        try:
+            if added:
+                gateway.remove_worker(spec.name, f"moongate worker: {why}")
+        except RemoteError as error:
+            print(f"moongate: cannot end the worker's registration: {error}", file=sys.stderr)
 
     spec.directory.mkdir(parents=True, exist_ok=True)
     if spec.mooncake is not None:
         spec.directory.joinpath(MOONCAKE_CONFIG).write_text(json.dumps(mooncake_config(spec)), "utf-8")
     environment = {name: value for name, value in os.environ.items() if name not in UNSET} | variables
-    added = False
-    with running(url, admin_token, config) as gateway:
-
-        def join() -> None:
-            """The gateway probes it from now on and uses it once it is up."""
-            nonlocal added
-            added = gateway.add_worker(spec.url, spec.segment)
-
-        def leave() -> None:
-            """No new turns from here on. What others registered stays: they may start it again."""
-            try:
-                if added:
-                    gateway.remove_worker(f"{spec.host}:{spec.port}")
-            except RemoteError as error:
-                print(f"moongate: cannot end the worker's registration: {error}", file=sys.stderr)
-
-        runs = attended(argv, environment, spec.directory, _GRACE_S, joining=join, leaving=leave)
-        try:
-            code = asyncio.run(runs)
-        except RemoteError as error:
-            _fail(f"cannot register the worker: {error}", 1)
-        except OSError as error:
-            _fail(f"{argv[0]}: {error.strerror}")
-    raise typer.Exit(code)
+    try:
+        return asyncio.run(attended(argv, environment, spec.directory, _GRACE_S, joining=join, leaving=leave))
+    except RemoteError as error:
+        fail(f"cannot register the worker: {error}", 1)
+    except OSError as error:
+        fail(f"{argv[0]}: {error.strerror}")
 
 
 def _worker_spec(
@@ -101,15 +109,15 @@ def _worker_spec(
     from workers.launch.vllm import MAX_POSITIONS, VllmWorkerSpec
 
     if host in ("0.0.0.0", "::"):  # noqa: S104 - a comparison, not a bind
-        _fail("--host must be the address at which the gateway and other workers reach this worker")
+        fail("--host must be the address at which the gateway and other workers reach this worker")
     here = Path(".moongate").resolve()
     interpreter = python or Path(".venv-vllm/bin/python")
     if not elsewhere and not interpreter.exists():
-        _fail(f"no interpreter with vLLM at {interpreter}; give it with --python, or run `make setup-vllm`")
+        fail(f"no interpreter with vLLM at {interpreter}; give it with --python, or run `make setup-vllm`")
     try:
         found = local_model(model, here / "models", elsewhere=elsewhere)
     except FileNotFoundError as error:
-        _fail(str(error))
+        fail(str(error))
     return VllmWorkerSpec(
         python=interpreter.absolute(),
         model=found.path,
@@ -142,8 +150,3 @@ def _print_command(spec: "VllmWorkerSpec", argv: list[str], variables: dict[str,
     without = [f"-u {name}" for name in UNSET]
     assigned = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     print(" \\\n  ".join(["env", *without, *assigned, *(shlex.quote(word) for word in argv)]))
-
-
-def _fail(message: str, code: int = 2) -> NoReturn:
-    print(f"moongate: {message}", file=sys.stderr)
-    raise typer.Exit(code)

@@ -9,6 +9,14 @@ from typing import Final, Literal
 Tier = Literal["local", "pool", "none"]
 """Where the larger part of the predicted tokens was to come from; none: none were predicted."""
 
+Excuse = Literal["", "pool_unknown", "events_missing", "in_doubt", "events_on_their_way"]
+"""Why a prediction is not to be judged; "": it is.
+
+pool_unknown: the pool did not answer in time. events_missing: the target's stream was not exact. in_doubt:
+what was known of it was found not to hold. events_on_their_way: it held more than was known, and its events
+said so by the time of its answer.
+"""
+
 # Upper bounds of the error's size in tokens; the last bucket is open.
 BUCKETS: Final = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 _WINDOW: Final = 16
@@ -23,10 +31,7 @@ _MISMATCHES: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """An answer that reported its cached tokens.
-
-    fair: whether everything was known that the prediction needs: the whole prompt, the pool, the events.
-    """
+    """An answer that reported its cached tokens, to a prompt that was known as a whole."""
 
     request_id: str
     target: str
@@ -35,7 +40,7 @@ class Sample:
     predicted: int
     actual: int
     block_size: int
-    fair: bool
+    excused: Excuse = ""
 
 
 @dataclass(slots=True)
@@ -43,7 +48,7 @@ class Series:
     """One target, model and tier. over: tokens predicted and not cached; under: cached and not predicted.
 
     errors: answers by the size of their error, one count more than BUCKETS. excused: answers that were
-    predicted without all that is needed; they count in nothing else.
+    predicted without all that is needed; they count in nothing else here.
     """
 
     turns: int = 0
@@ -56,7 +61,7 @@ class Series:
     errors: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS) + 1))
 
     def add(self, sample: Sample) -> None:
-        if not sample.fair:
+        if sample.excused:
             self.excused += 1
             return
         error = abs(sample.predicted - sample.actual)
@@ -94,7 +99,7 @@ class Audit:
             series.add(sample)
         if sample.predicted != sample.actual:
             self.mismatches.append(sample)
-        if sample.fair:
+        if not sample.excused:
             self._judge(sample)
 
     def acquit(self, target: str) -> None:

@@ -1,9 +1,10 @@
 """The prompts of recent turns, as far as their tokens are worth keeping: what is likely to be asked again."""
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from gateway.api.parse import ParsedTurn
 from gateway.prompts.prompts import Understood
@@ -11,14 +12,11 @@ from store.hashing import HashScheme
 from store.prompt.request import Ids
 
 _MOST: Final = 64
-# 4 bytes each, and 2 of digests where blocks have 16 tokens.
+# 4 bytes each, and half of one for its keys where blocks have 16 tokens.
 _MOST_TOKENS: Final = 4 << 20
-# A conversation's last turn is looked for among so many of the latest, half a microsecond each.
-_NEAR: Final = 16
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class HotChain:
+class HotChain(msgspec.Struct, frozen=True, eq=False, weakref=True):
     """A prompt. tokens: shape (n,); keys: of its full blocks."""
 
     model: str
@@ -29,32 +27,29 @@ class HotChain:
 
 
 class HotChains:
-    """The latest prompts, each conversation once: at most 64, and 4 million tokens."""
+    """The latest prompt of each of the latest sessions: at most 64, and 4 million tokens."""
 
     def __init__(self) -> None:
-        self._chains: deque[HotChain] = deque()
+        self._chains: Final[OrderedDict[str, HotChain]] = OrderedDict()
         self._tokens = 0
 
-    def saw(self, parsed: ParsedTurn, understood: Understood) -> None:
-        """A worker answers this turn. One that ids alone could not ask for again is passed over."""
+    def saw(self, session: str, parsed: ParsedTurn, understood: Understood) -> None:
+        """A worker answers this turn of `session`. Passed over where ids alone could not ask for it again."""
         prompt, scheme = understood.prompt, understood.scheme
         if prompt is None or scheme is None or prompt.partial or prompt.source == "remote":
             return
-        keys = prompt.chain.keys
-        if not len(keys):
+        keys, chains = prompt.chain.keys, self._chains
+        if not keys:
             return
-        for at in range(len(self._chains) - 1, max(-1, len(self._chains) - 1 - _NEAR), -1):
-            before = self._chains[at].keys
-            if len(before) <= len(keys) and before[len(before) - 1] == keys[len(before) - 1]:
-                self._tokens -= len(self._chains[at].tokens)
-                del self._chains[at]
-                break
+        before = chains.pop(session, None)
+        if before is not None:
+            self._tokens -= len(before.tokens)
         salt = parsed.prompt.cache_salt if parsed.prompt is not None else None
-        self._chains.append(HotChain(parsed.model, scheme, salt, prompt.tokens, keys))
+        chains[session] = HotChain(parsed.model, scheme, salt, prompt.tokens, keys)
         self._tokens += len(prompt.tokens)
-        while len(self._chains) > _MOST or self._tokens > _MOST_TOKENS:
-            self._tokens -= len(self._chains.popleft().tokens)
+        while len(chains) > _MOST or self._tokens > _MOST_TOKENS:
+            self._tokens -= len(chains.popitem(last=False)[1].tokens)
 
     def latest(self) -> list[HotChain]:
         """The latest first."""
-        return [*reversed(self._chains)]
+        return [*reversed(self._chains.values())]

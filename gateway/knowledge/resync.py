@@ -11,6 +11,7 @@ for one token, shows how much of it is there:
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -23,7 +24,9 @@ from gateway.api.usage import cached_tokens
 from gateway.knowledge.hot_chains import HotChain, HotChains
 from gateway.upstream.headers import for_worker
 from gateway.upstream.transport import Transport, UpstreamError
-from store.knowledge import PROBE_SESSION, Knowledge, Reported
+from policies.ledger import Ledger
+from store.knowledge import Knowledge
+from store.reports import PROBE_SESSION, Reported
 from store.streams import EventStreams
 from workers.fleet import Fleet, FleetEvent
 from workers.worker import Target, Worker
@@ -91,6 +94,7 @@ class Resync:
         self,
         *,
         fleet: Fleet,
+        ledger: Ledger,
         knowledge: Knowledge,
         streams: EventStreams,
         transport: Transport,
@@ -101,6 +105,7 @@ class Resync:
         """counted: gets the worker and the result of every probe."""
         self.chains = HotChains() if per_s else None
         self._fleet = fleet
+        self._ledger = ledger
         self._knowledge = knowledge
         self._streams = streams
         self._transport = transport
@@ -162,7 +167,7 @@ class Resync:
         episode = self._episodes.get(name)
         if episode is None or episode.resets != status.resets:
             episode = self._episodes[name] = _Episode(status.resets)
-        queued = self._fleet.leases.load(name).queued_tokens or worker.report.waiting
+        queued = self._ledger.load(name, time.monotonic()).queued_tokens or worker.report.waiting
         return None if episode.over or queued else episode
 
     def _hinted(self, target: Target, episode: _Episode, chains: HotChains) -> _Probe | None:
@@ -172,7 +177,7 @@ class Resync:
             if chain in episode.done or chain in episode.cold or not looks:
                 continue
             looks -= 1
-            if self._knowledge.scheme(name) != chain.scheme or target.worker.card(chain.model) is None:
+            if self._knowledge.hashes.scheme(name) != chain.scheme or target.worker.card(chain.model) is None:
                 episode.done.add(chain)
                 continue
             doubtful = name in self._knowledge.doubts
@@ -202,7 +207,7 @@ class Resync:
     async def _ask(self, probe: _Probe, episode: _Episode) -> None:
         episode.probes += 1
         name, keys = probe.target.name, probe.chain.keys[: probe.blocks]
-        with self._knowledge.probe(name, keys) as reported:
+        with self._knowledge.reports.probe(name, keys) as reported:
             result, cached = await self._asked(probe, reported)
         worker = probe.target.worker
         self._silent[worker.name] = self._silent.get(worker.name, 0) + 1 if result == "unsupported" else 0
@@ -257,7 +262,7 @@ class Resync:
             [(b"content-type", b"application/json")],
             api_key=self._api_key,
             request_id=PROBE_SESSION,
-            rank=target.rank,
+            rank=target.place,
         )
         sent = msgspec.json.encode(body)
         response = await self._transport.open("POST", target.worker.url, b"/v1/completions", headers, sent)

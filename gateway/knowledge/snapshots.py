@@ -55,6 +55,7 @@ class Snapshots:
         self._written_at: float | None = None
         self._bytes = 0
         self._failures = 0
+        self._failing = False
         self._ending = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -67,7 +68,7 @@ class Snapshots:
 
     async def _restore(self, path: Path) -> None:
         try:
-            restored = await asyncio.to_thread(load, path)
+            restored, file = await asyncio.to_thread(lambda: (load(path), path.stat()))
         except FileNotFoundError:
             return
         except (OSError, BadSnapshot) as error:
@@ -80,6 +81,8 @@ class Snapshots:
         shown = {name: state.shown for name, state in states.items()}
         self._knowledge.restore(restored.index, restored.certain, shown)
         self._restored_at = time.monotonic()
+        self._bytes = file.st_size
+        self._written_at = self._restored_at - max(0.0, time.time() - file.st_mtime)
         blocks = sum(restored.index.sizes().values())
         logger.info("%d blocks of %d targets restored, to be proven", blocks, len(states))
 
@@ -143,9 +146,13 @@ class Snapshots:
             self._bytes = await asyncio.to_thread(save, self._path, index, certain, states)
         except OSError as error:
             self._failures += 1
-            logger.warning("the snapshot %s could not be written: %s", self._path, error)
+            if not self._failing:
+                logger.warning("the snapshot %s can't be written: %s", self._path, error.strerror or error)
+            self._failing = True
         else:
-            self._written, self._written_at = states, at
+            if self._failing:
+                logger.info("the snapshot %s can be written again", self._path)
+            self._written, self._written_at, self._failing = states, at, False
 
     def _states(self) -> dict[str, TargetState]:
         states = {

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +23,8 @@ Text = Callable[[str, int], Awaitable[str]]
 """The text of a model's token."""
 
 _CHECKS_AT_ONCE = 2
+# Turns are sampled as seldom as this in the long run: a comparison costs some milliseconds here and there.
+_SAMPLE_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,8 @@ class Parity:
         self._proven: set[tuple[str, str, str]] = set()
         self._differences: dict[tuple[str, str], Difference] = {}
         self._checks: set[asyncio.Task[object]] = set()
+        # Until when the samples taken so far are enough.
+        self._sampled_until = 0.0
 
     def proven(self, worker: str, model: str, api: str) -> bool:
         return (worker, model, api) in self._proven and (model, api) not in self._differences
@@ -109,8 +114,12 @@ class Parity:
         self._start(self._examine(worker, model), worker)
 
     def sampled(self, worker: Worker, path: str, api: str, body: bytes, ours: Ids, draw: float) -> None:
-        """Check this turn, if `draw` in [0, 1) says so and not too many checks are under way."""
-        if draw < self._sample and len(self._checks) < _CHECKS_AT_ONCE and api != "other":
+        """Check this turn, if `draw` in [0, 1) says so and there are not too many checks already."""
+        if draw >= self._sample or len(self._checks) >= _CHECKS_AT_ONCE or api == "other":
+            return
+        now = time.monotonic()
+        if self._sampled_until <= now + _SAMPLE_EVERY_S:
+            self._sampled_until = max(self._sampled_until, now) + _SAMPLE_EVERY_S
             self._start(self._compare(worker, path, body, ours), worker)
 
     def forget(self, worker: str) -> None:

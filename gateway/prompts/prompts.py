@@ -74,6 +74,8 @@ class ModelPrompts:
         self._settings = settings
         self.looked_at = settings.source != "off"
         self._sources: dict[str, PromptSource] = {}
+        self._serving: dict[str, tuple[Worker, ModelCard]] = {}
+        self._served_at = -1
         self.renderer = renderer
         self.parity = Parity(
             renderer, self.local_tokens, self._text_of, counted, sample=settings.audit_fraction
@@ -238,8 +240,12 @@ class ModelPrompts:
 
     def _served(self, model: str) -> tuple[Worker, ModelCard] | None:
         """A worker that serves `model` now, else one that did."""
-        serving = [(w, card) for w in self._fleet.workers() if (card := w.card(model))]
-        return min(serving, key=lambda pair: pair[0].state != "up", default=None)
+        if self._served_at != self._fleet.version:
+            self._served_at, self._serving = self._fleet.version, {}
+            for worker in sorted(self._fleet.workers(), key=lambda each: each.state != "up"):
+                for card in worker.models:
+                    self._serving.setdefault(card.id, (worker, card))
+        return self._serving.get(model)
 
 
 def _adapter(card: ModelCard) -> tuple[str, str] | None:

@@ -1,5 +1,6 @@
 """Asking a worker how it renders a body: for what can't be reproduced here, and to check what can."""
 
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,12 +60,13 @@ class WorkerRenderer:
     Each takes `timeout_s` at most.
     """
 
-    def __init__(self, api_key: str, *, timeout_s: float = 5.0) -> None:
+    def __init__(self, api_key: str, tls: ssl.SSLContext, *, timeout_s: float = 5.0) -> None:
+        """tls: what https:// workers are verified by."""
         headers = {"content-type": "application/json"}
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
         self._timeout_s = timeout_s
-        self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, trust_env=False)
+        self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers, verify=tls, trust_env=False)
 
     async def tokens(self, worker_url: str, path: str, body: bytes) -> Ids:
         """The ids of the body's (first) prompt, shape (n,). Raises NotRendered, also for one with media."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 from gateway import errors
-from gateway.api.parse import ParsedTurn, is_event_stream
+from gateway.api.parse import ParsedTurn
 from gateway.asgi import Headers
 from gateway.knowledge.hot_chains import HotChains
 from gateway.proxy import stored
@@ -13,7 +13,8 @@ from gateway.proxy.keep_alive import keep_alive
 from gateway.proxy.patience import Patience
 from gateway.proxy.stored import StoredResponses
 from gateway.proxy.turn import TurnState
-from gateway.routing.router import Placement, Router
+from gateway.routing.holders import Holders
+from gateway.routing.router import Placement
 from gateway.upstream.headers import for_client, unbuffered
 from gateway.upstream.transport import UpstreamError, UpstreamResponse
 from workers.fleet import Fleet
@@ -25,7 +26,7 @@ class Answers:
     def __init__(
         self,
         *,
-        router: Router,
+        holders: Holders,
         fleet: Fleet,
         patience: Patience,
         responses: StoredResponses,
@@ -33,7 +34,7 @@ class Answers:
         keep_alive_s: float,
     ) -> None:
         """keep_alive_s: between comments in a silent stream, 0: none."""
-        self._router = router
+        self._holders = holders
         self._fleet = fleet
         self._patience = patience
         self._stored = responses
@@ -54,35 +55,37 @@ class Answers:
         The head of a stream goes out at once, any other with its first byte, so that it can still be another
         worker's.
         """
-        exchange, worker = turn.exchange, placement.target.worker
-        stream = response.status == 200 and is_event_stream(response.headers)
-        extensible = stream and _is_open(response.headers)
-        makes = response.status == 200 and exchange.path == stored.PATH
-        session = turn.sight.session.name if turn.sight is not None else ""
-        learner = self._stored.learner(worker.name, session) if makes else None
-        own = _own_headers(turn, placement)
-        head = for_client(response.headers, own, worker.url)
+        exchange, worker, fields = turn.exchange, placement.target.worker, response.fields
+        stream = response.status == 200 and fields.get(b"content-type", b"").startswith(b"text/event-stream")
+        plain = fields.get(b"content-encoding", b"identity") == b"identity"
+        # Whether bytes of ours may stand among the body's.
+        extensible = stream and plain and b"content-length" not in fields
+        learner = None
+        if exchange.path == stored.PATH and response.status == 200:
+            session = turn.sight.session.name if turn.sight is not None else ""
+            learner = self._stored.learner(worker.name, session)
+        head = for_client(response.headers, _own_headers(turn, placement), worker.url)
         if stream:
             head += unbuffered(response.headers)
         if exchange.started and not extensible:
             # An earlier worker's stream was begun and came to nothing; this is none that could go on from it.
             raise as_api_error(UpstreamError(str(response.status)))
         if stream and not exchange.started:
-            await _start(turn, response.status, head, alone=True)
+            _start(turn, response.status, head, alone=True)
             turn.stream = extensible
             if extensible and self._keep_alive_s:
                 keeping = keep_alive(exchange, turn.tail, self._keep_alive_s)
                 turn.keeper = asyncio.create_task(keeping, name="keep alive")
         try:
             if response.waits:
-                with self._patience.waiting(worker.name, until, may_leave):
+                with self._patience.waiting(worker.name, until, may_leave, exchange.task):
                     chunk = await response.read()
             else:
-                chunk = await response.read()
+                chunk = response.taken()
             if stream and not chunk:
                 return UpstreamError("empty")
             if not exchange.started:
-                await _start(turn, response.status, head)
+                _start(turn, response.status, head)
             self._answered(turn, placement, response.status)
             while chunk:
                 if learner is not None and learner.feed(chunk):
@@ -100,14 +103,14 @@ class Answers:
         except UpstreamError as error:
             return error
         # A compressed stream's last event is not read here: its framing has to do.
-        if stream and _is_plain(response.headers) and not parsed.complete(turn.tail):
+        if stream and plain and not parsed.complete(turn.tail):
             await exchange.send(chunk)
             return UpstreamError("incomplete")
         turn.outcome = "ok" if response.status < 500 else "error"
         if response.status < 400:
             worker.breaker.succeeded()
         if response.status == 200 and turn.sight is not None:
-            self._router.ended(turn.sight)
+            self._holders.ended(turn.sight)
         turn.ends()
         await exchange.finish(chunk)
         return None
@@ -115,26 +118,28 @@ class Answers:
     def _answered(self, turn: TurnState, placement: Placement, status: int) -> None:
         """The first byte of an answer is there."""
         turn.first_byte = time.perf_counter()
-        placement.lease.first_token(answered=status == 200)
+        placement.lease.first_token(time.monotonic(), answered=status == 200)
         if status < 400:
             self._fleet.answered(placement.target.worker)
         if status == 200 and turn.sight is not None:
-            self._router.computed(turn.sight, placement.target)
+            self._holders.computed(turn.sight, placement.target)
             if self._hot is not None and turn.parsed is not None and turn.sight.reads_cache:
-                self._hot.saw(turn.parsed, turn.sight.understood)
+                self._hot.saw(turn.sight.session.name, turn.parsed, turn.sight.understood)
 
 
 def as_api_error(error: UpstreamError) -> errors.ApiError:
     if "timeout" in error.kind:
         return errors.UpstreamTimeout("the worker did not answer in time")
+    if error.kind in ("connect", "tls"):
+        return errors.UpstreamFailed("the worker can't be connected to")
     if error.kind == "protocol":
         return errors.UpstreamFailed("the worker's answer is no HTTP/1.1")
     return errors.UpstreamFailed("the worker broke off")
 
 
-async def _start(turn: TurnState, status: int, head: Headers, *, alone: bool = False) -> None:
+def _start(turn: TurnState, status: int, head: Headers, *, alone: bool = False) -> None:
     turn.status = status
-    await turn.exchange.start(status, head, alone=alone)
+    turn.exchange.start(status, head, alone=alone)
 
 
 def _own_headers(turn: TurnState, placement: Placement) -> Headers:
@@ -151,12 +156,3 @@ def _own_headers(turn: TurnState, placement: Placement) -> Headers:
         ):
             headers.append((b"x-moongate-" + name, str(value).encode()))
     return headers
-
-
-def _is_plain(headers: Headers) -> bool:
-    return all(name != b"content-encoding" or value == b"identity" for name, value in headers)
-
-
-def _is_open(headers: Headers) -> bool:
-    """Whether bytes of ours may stand among the body's: not in a compressed one, nor one of a set length."""
-    return _is_plain(headers) and all(name != b"content-length" for name, _ in headers)

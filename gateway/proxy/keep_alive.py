@@ -24,7 +24,7 @@ async def keep_alive(exchange: Exchange, tail: AnswerTail, every_s: float) -> No
         if wait_s <= 0:
             # One that waited for the client to read would come in between whatever is written then.
             if not (exchange.full or exchange.is_sending) and (
-                not tail.total or tail.content().endswith(_EVENT_ENDS)
+                not tail or tail.content().endswith(_EVENT_ENDS)
             ):
                 await exchange.send(_COMMENT)
             wait_s = every_s

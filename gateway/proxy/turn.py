@@ -10,7 +10,7 @@ from gateway.api.usage import AnswerTail
 from gateway.auth import NO_KEY, ClientKey
 from gateway.proxy.exchange import Exchange
 from gateway.routing.decisions import DecisionRecord
-from gateway.routing.router import Sight
+from gateway.routing.sight import Sight
 from gateway.sessions.divergence import PrefixReport
 from policies.recorded import OutcomeKind
 
@@ -44,6 +44,12 @@ class TurnState(msgspec.Struct, eq=False):
         self.tail.feed(chunk)
         return self.exchange.pass_on(chunk)
 
+    @property
+    def has_all(self) -> bool:
+        """Whether its client was given the last event of its stream: some leave then, before its end."""
+        parsed = self.parsed
+        return self.stream and parsed is not None and parsed.api != "other" and parsed.complete(self.tail)
+
     def ends(self) -> None:
         """Nothing but the end of the answer is sent from now on."""
         if self.keeper is not None:
@@ -58,5 +64,5 @@ class Tries(msgspec.Struct, eq=False):
 
     left: int
     until: float | None
-    failed: set[str] = msgspec.field(default_factory=set[str])
-    reset: set[str] = msgspec.field(default_factory=set[str])
+    failed: set[str] = set()
+    reset: set[str] = set()

@@ -2,16 +2,16 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
-from contextlib import closing
 
 from gateway import errors
 from gateway.api.aliases import Aliases
 from gateway.api.bodies import Bodies
-from gateway.api.parse import POST_ONLY, ParsedTurn, parse
+from gateway.api.parse import POST_ONLY, WORKERS_OWN, ParsedTurn, parse
 from gateway.api.tokens_in import with_tokens
 from gateway.asgi import Receive, Scope, Send
-from gateway.auth import NO_KEY
+from gateway.auth import Caller, ClientKey, is_preflight
 from gateway.deadline import Deadline
 from gateway.metrics import Metrics
 from gateway.prompts.parity import Parity
@@ -24,7 +24,8 @@ from gateway.proxy.stored import StoredResponses
 from gateway.proxy.turn import Tries, TurnState
 from gateway.routing.breaks import PrefixBreaks
 from gateway.routing.learning import Learning
-from gateway.routing.router import Client, Placement, Router
+from gateway.routing.router import Placement, Router, Unplaced
+from gateway.routing.sight import Client
 from gateway.settings import Limits, Timeouts
 from gateway.upstream.headers import for_worker
 from gateway.upstream.transport import Transport, UpstreamError, UpstreamResponse
@@ -35,6 +36,9 @@ _FAILED = frozenset((500, 502, 504))
 # The worker has all it can take, which is no fault: another one may have room.
 _BUSY = frozenset((429, 503))
 _POST = {"allow": "POST"}
+_DOTS = frozenset((".", ".."))
+# Workers are probed every second or so: by then one may have come up.
+_RETRY_AFTER_S = 2.0
 # Recorded for a client that left before its answer was complete; nobody is sent it.
 _CLIENT_CLOSED = 499
 
@@ -45,6 +49,7 @@ class TurnApp:
     def __init__(
         self,
         *,
+        admit: Callable[[Scope], tuple[Caller, ClientKey]],
         router: Router,
         transport: Transport,
         fleet: Fleet,
@@ -64,6 +69,8 @@ class TurnApp:
         answers: Answers,
         accounts: Accounts,
     ) -> None:
+        """admit: who it is that a request comes from; raises ApiError for who may not."""
+        self._admit = admit
         self._router = router
         self._transport = transport
         self._fleet = fleet
@@ -84,42 +91,55 @@ class TurnApp:
         self._accounts = accounts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, send)
-        state = scope.get("state", {})
-        debug = self._debug_headers or state.get("caller") == "admin"
-        turn = TurnState(exchange, debug, state.get("key", NO_KEY))
+        """The server has to give a `gateway.asgi.Client` along: `receive` and `send` are not used."""
+        exchange = Exchange(scope)
         try:
-            if exchange.path in POST_ONLY and exchange.method != "POST" and not _is_preflight(exchange):
-                raise errors.MethodNotAllowed(f"{exchange.method} is not allowed here", headers=_POST)
+            caller, key = self._admit(scope)
+        except errors.ApiError as error:
+            await _answer(exchange, error)
+            return
+        turn = TurnState(exchange, self._debug_headers or caller == "admin", key)
+        try:
+            _check_path(exchange)
             body = await exchange.read_body(self._limits.max_body_bytes, self._timeouts.body_s)
-            content_type = exchange.header(b"content-type") or b""
+            content_type = exchange.fields.get(b"content-type", b"")
             parsed = parse(
                 exchange.method,
                 exchange.path,
                 body,
                 content_type,
                 self._bodies,
-                encoding=exchange.header(b"content-encoding") or b"",
+                encoding=exchange.fields.get(b"content-encoding", b""),
                 prompts=self._router.looks_at_prompts,
             )
             turn.parsed, body = self._aliases.resolved(parsed, body, content_type)
             turn.alias = parsed.model if turn.parsed.model != parsed.model else ""
-            with exchange.connected(self._timeouts.stall_s), Deadline.after(self._timeouts.total_s):
-                await self._serve(turn, turn.parsed, body)
+            exchange.interrupts(self._timeouts.stall_s)
+            try:
+                with Deadline.after(self._timeouts.total_s):
+                    await self._serve(turn, turn.parsed, body)
+            except asyncio.CancelledError:
+                exchange.raise_if_gone()
+                raise
+            finally:
+                exchange.lets_be()
         except ClientGone:
-            turn.status, turn.outcome = _CLIENT_CLOSED, "cancelled"
+            if turn.has_all:
+                turn.outcome = "ok"
+            else:
+                turn.status, turn.outcome = _CLIENT_CLOSED, "cancelled"
             if exchange.stalled:
                 exchange.abort()
-                raise errors.ResponseCut from None
         except asyncio.CancelledError:
             turn.outcome = "cancelled"
             raise
         except TimeoutError:
             await self._refuse(turn, errors.UpstreamTimeout("the turn took longer than it may"))
         except errors.ApiError as error:
-            if isinstance(error, errors.Overloaded):
-                self._metrics.overloaded()
             await self._refuse(turn, error)
+        except Exception as error:
+            errors.log_fault(error, exchange.method)
+            await self._refuse(turn, errors.fault())
         finally:
             turn.ends()
             self._accounts.ended(turn)
@@ -131,21 +151,26 @@ class TurnApp:
         exchange = turn.exchange
         only = await self._stored.find(parsed.response_id) if parsed.response_id else ""
         earlier = self._stored.session(parsed.response_id) if exchange.path == stored.PATH else ""
-        client = Client(exchange.headers, turn.alias, turn.key.name, turn.key.tenant, earlier)
+        client = Client(exchange.fields, turn.alias, turn.key.name, turn.key.tenant, earlier)
         sight = turn.sight = await self._router.look(parsed, exchange.path, body, only, client)
         if sight.pool_seconds is not None:
             self._metrics.pool_lookup(sight.pool_seconds)
         if sight.understood.prompt is not None:
             turn.prefix = self._breaks.follow(exchange.request_id, parsed, sight)
         patience = self._timeouts.first_byte_s
-        now = asyncio.get_running_loop().time()
-        tries = Tries(self._limits.tries, now + patience if patience else None)
+        tries = Tries(self._limits.tries, exchange.now + patience if patience else None)
         while True:
-            placement = self._router.place(turn.sight, tries.failed)
+            try:
+                placement = self._router.place(turn.sight, tries.failed)
+            except Unplaced as nobody:
+                self._accounts.unplaced(turn, turn.sight, nobody)
+                raise errors.NoWorker(str(nobody), retry_after_s=_RETRY_AFTER_S) from None
             tries.left -= 1
-            self._accounts.decided(turn, turn.sight, placement)
-            with placement.lease:
+            try:
+                self._accounts.decided(turn, turn.sight, placement)
                 error = await self._try(turn, parsed, placement, body, tries)
+            finally:
+                placement.lease.ended(time.monotonic())
             if error is None:
                 return
             if not tries.left or not self._router.can_place(turn.sight, tries.failed):
@@ -157,16 +182,19 @@ class TurnApp:
     ) -> UpstreamError | None:
         """Give the turn to one worker. None: it was answered. An error: not a byte was, another may do it."""
         name = placement.target.worker.name
+        # Nobody else has that response; but what is kept is there at once or not at all.
+        looks_up = bool(parsed.response_id) and turn.exchange.path != stored.PATH
 
         def may_leave() -> bool:
-            return (
+            return looks_up or (
                 tries.left > 0
                 and turn.sight is not None
                 and self._router.can_place(turn.sight, tries.failed | {name})
             )
 
+        soon = (parsed.stream or looks_up) and may_leave()
         try:
-            response = await self._open(turn, parsed, placement, body, tries.until, may_leave)
+            response = await self._open(turn, placement, body, tries.until, may_leave, soon=soon)
         except UpstreamError as error:
             # An idle connection closed just as it was used says nothing of the worker.
             if error.kind == "reset" and name not in tries.reset:
@@ -174,50 +202,54 @@ class TurnApp:
                 self._metrics.upstream_error(name, error.kind)
             else:
                 tries.failed.add(name)
-                self._worker_failed(placement, error.kind)
+                self._worker_failed(placement, error)
             return error
-        with closing(response):
+        try:
             status = response.status
             if status in _BUSY or status in _FAILED:
                 tries.failed.add(name)
                 if status in _BUSY:
                     self._metrics.upstream_error(name, str(status))
                 else:
-                    self._worker_failed(placement, str(status))
+                    self._worker_failed(placement, UpstreamError(str(status)))
                 if status == 500 and placement.decision.action == "pull" and turn.sight is not None:
                     self._learning.pull_failed(turn.sight, placement.target.name)
-                    turn.sight = self._router.without_pool(turn.sight)
+                    turn.sight = turn.sight.without_pool()
                 if tries.left and turn.sight and self._router.can_place(turn.sight, tries.failed):
                     return UpstreamError(str(status))
             error = await self._answers.pass_back(turn, parsed, placement, response, tries.until, may_leave)
-            if error is None:
-                return None
-            tries.failed.add(name)
-            self._worker_failed(placement, error.kind)
-            if turn.first_byte is None:
-                return error
-            raise as_api_error(error)
+        finally:
+            response.close()
+        if error is None:
+            return None
+        tries.failed.add(name)
+        self._worker_failed(placement, error)
+        if turn.first_byte is None:
+            return error
+        raise as_api_error(error)
 
     async def _open(
         self,
         turn: TurnState,
-        parsed: ParsedTurn,
         placement: Placement,
         body: bytes,
         until: float | None,
         may_leave: Callable[[], bool],
+        *,
+        soon: bool,
     ) -> UpstreamResponse:
+        """soon: the head of its answer has no reason to be long in coming."""
         exchange, target = turn.exchange, placement.target
         headers = for_worker(
-            exchange.headers, api_key=self._worker_key, request_id=exchange.request_id, rank=target.rank
+            exchange.headers, api_key=self._worker_key, request_id=exchange.request_id, rank=target.place
         )
         failover_s = self._timeouts.failover_s
         # A stream's headers come before its prompt is computed; a whole answer's with its last token.
-        if failover_s and parsed.stream and may_leave():
-            soon = asyncio.get_running_loop().time() + failover_s
-            until = soon if until is None else min(soon, until)
+        if failover_s and soon:
+            given_up = exchange.now + failover_s
+            until = given_up if until is None else min(given_up, until)
         try:
-            with self._patience.waiting(target.worker.name, until, may_leave):
+            with self._patience.waiting(target.worker.name, until, may_leave, exchange.task):
                 return await self._transport.open(
                     exchange.method,
                     target.worker.url,
@@ -245,30 +277,43 @@ class TurnApp:
         self._metrics.tokens_forwarded(api)
         return spliced
 
-    def _worker_failed(self, placement: Placement, kind: str) -> None:
+    def _worker_failed(self, placement: Placement, error: UpstreamError) -> None:
         worker = placement.target.worker
-        self._metrics.upstream_error(worker.name, kind)
-        if kind == "descriptors":
+        self._metrics.upstream_error(worker.name, error.kind)
+        if error.kind == "descriptors":
+            self._metrics.overloaded("descriptors")
             raise errors.Overloaded("the gateway can't open more connections", retry_after_s=1)
-        self._fleet.failed(worker, kind)
-        if kind == "connect":
-            self._fleet.mark_down(worker, "connection refused")
+        self._fleet.failed(worker, error.kind)
+        if error.kind in ("connect", "tls"):
+            self._fleet.mark_down(worker, error.why or "no connection")
 
     async def _refuse(self, turn: TurnState, error: errors.ApiError) -> None:
         exchange = turn.exchange
         turn.outcome = "error"
-        if exchange.started:
-            if turn.stream and turn.parsed is not None and not exchange.finished:
-                turn.ends()
-                await exchange.finish(turn.parsed.error_event(turn.tail, error, turn.response_id))
-                return
+        if not exchange.started:
+            turn.outcome = "refused" if error.status < 500 else "error"
+            turn.status = error.status
+            await _answer(exchange, error)
+        elif turn.stream and turn.parsed is not None and not exchange.finished:
+            turn.ends()
+            await exchange.finish(turn.parsed.error_event(turn.tail, error, turn.response_id))
+        else:
             raise errors.ResponseCut from None
-        turn.status = error.status
-        content = errors.body(error, errors.shape_of(exchange.path), exchange.request_id)
-        await exchange.start(error.status, errors.head(error, content, exchange.request_id))
-        await exchange.finish(b"" if exchange.method == "HEAD" else content)
 
 
-def _is_preflight(exchange: Exchange) -> bool:
-    """A browser asks whether a page may; that is for the workers to say."""
-    return exchange.method == "OPTIONS" and exchange.header(b"access-control-request-method") is not None
+async def _answer(exchange: Exchange, error: errors.ApiError) -> None:
+    content = errors.body(error, errors.shape_of(exchange.path), exchange.request_id)
+    exchange.start(error.status, errors.head(error, content, exchange.request_id))
+    await exchange.finish(content)
+
+
+def _check_path(exchange: Exchange) -> None:
+    """Raises ApiError for a path that is not passed on, or not with that method."""
+    path, method = exchange.path, exchange.method
+    if path in POST_ONLY and method != "POST" and not is_preflight(method, exchange.fields):
+        raise errors.MethodNotAllowed(f"{method} is not allowed here", headers=_POST)
+    if path in WORKERS_OWN:
+        raise errors.Forbidden("this changes a worker: ask each worker itself")
+    # Whoever resolves them on the way to the worker would make another path of it, one not for clients.
+    if "/." in path and not _DOTS.isdisjoint(path.split("/")):
+        raise errors.InvalidRequest("a path with . or .. in it is not passed on")

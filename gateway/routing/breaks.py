@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gateway.api.parse import ParsedTurn
 from gateway.prompts.prompts import ModelPrompts
-from gateway.routing.router import Sight
+from gateway.routing.sight import Sight
 from gateway.sessions.blame import has_system
 from gateway.sessions.divergence import Divergence, PrefixReport, examine
 from gateway.sessions.sessions import Departure, Seen, Sessions, hint, names
@@ -72,7 +72,7 @@ class PrefixBreaks:
 
     async def explain(self, parsed: ParsedTurn, sight: Sight) -> PrefixReport | None:
         """The report of a turn that is not one: it is not remembered, and not counted."""
-        seen = _seen("", parsed, sight, hint((), parsed.session))
+        seen = _seen("", parsed, sight, hint({}, parsed.session))
         departure = None if seen is None else self._sessions.find(seen)
         case = None if departure is None else _case(departure, parsed, sight)
         return None if case is None else PrefixReport(await self._examined(case))

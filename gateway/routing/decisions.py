@@ -50,10 +50,10 @@ class DecisionRecord(msgspec.Struct):
 class DecisionLog:
     """The newest `capacity` decisions by request id; a repeated id replaces the older record.
 
-    keep: is given each when it has ended, and must return at once.
+    keep: each is given every record when it has ended, and must return at once.
     """
 
-    def __init__(self, capacity: int = 1000, keep: Callable[[DecisionRecord], None] = lambda _: None) -> None:
+    def __init__(self, *keep: Callable[[DecisionRecord], None], capacity: int = 1000) -> None:
         assert capacity > 0
         self._capacity = capacity
         self._keep = keep
@@ -74,7 +74,8 @@ class DecisionLog:
         record.outcome = outcome
         if record.shadowed is not None:
             record.shadowed.ended(outcome)
-        self._keep(record)
+        for keep in self._keep:
+            keep(record)
 
     def get(self, request_id: str) -> DecisionRecord | None:
         return self._records.get(request_id)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -49,6 +50,9 @@ def why_not(fleet: Fleet, worker: Worker, model: str, failed: Collection[str], o
     return "" if fleet.breaker_state(worker) != "open" else "breaker"
 
 
+Lack = Literal["", "requests", "tokens"]
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """How much may be under way at once, 0: no limit; turns, and uncached tokens before their first token."""
@@ -60,23 +64,39 @@ class Room:
     def endless(self) -> bool:
         return not (self.requests or self.tokens)
 
-    def has(self, uncached: int, *, inflight: int, queued_tokens: int) -> bool:
-        """Whether a turn more fits. One larger than all the room there is fits where nothing waits."""
+    def lacks(self, uncached: int, *, inflight: int, queued_tokens: float) -> Lack:
+        """What there is too little of for a turn more, "" if it fits.
+
+        One that is larger than all the room there is fits where nothing waits.
+        """
         if self.requests and inflight >= self.requests:
-            return False
-        return not self.tokens or not queued_tokens or queued_tokens + uncached <= self.tokens
+            return "requests"
+        fits = not self.tokens or not queued_tokens or queued_tokens + uncached <= self.tokens
+        return "" if fits else "tokens"
 
 
-def within(room: Room, candidates: list[Candidate], prompt_tokens: int) -> list[Candidate]:
-    """The candidates, those without `room` for the turn excluded as full."""
+def within(room: Room, candidates: Sequence[Candidate], prompt_tokens: int) -> Sequence[Candidate]:
+    """The candidates, those without `room` for the turn excluded as full: last resorts as well."""
     if room.endless:
         return candidates
 
-    def full(c: Candidate) -> bool:
-        uncached = max(0, prompt_tokens - c.cached_tokens)
-        return not room.has(uncached, inflight=c.inflight, queued_tokens=c.queued_tokens)
+    return [
+        replace(c, excluded="full") if c.excluded in LAST_RESORTS and lack(room, c, prompt_tokens) else c
+        for c in candidates
+    ]
 
-    return [replace(c, excluded="full") if not c.excluded and full(c) else c for c in candidates]
+
+def lack(room: Room, candidate: Candidate, prompt_tokens: int) -> Lack:
+    """What the candidate has too little of for the turn, "" if it has room."""
+    return room.lacks(
+        uncached(candidate, prompt_tokens),
+        inflight=candidate.inflight,
+        queued_tokens=candidate.queued_tokens,
+    )
+
+
+def uncached(candidate: Candidate, prompt_tokens: int) -> int:
+    return max(0, prompt_tokens - candidate.cached_tokens)
 
 
 def can_take(candidates: Iterable[Candidate]) -> bool:
@@ -84,16 +104,16 @@ def can_take(candidates: Iterable[Candidate]) -> bool:
     return "" in map(_why, candidates)
 
 
-def eased(candidates: list[Candidate], ramps: Sequence[float]) -> list[Candidate]:
+def eased(candidates: Sequence[Candidate], ramps: Sequence[float]) -> Sequence[Candidate]:
     """The candidates after the reasons that never cost a turn: they hold while anybody else can take it.
 
     breaker, missed: dropped where nobody is left otherwise. ramp: a target that came back lately (its share
-    of an ordinary load in `ramps`, same order, is below 1) has as much as it may have; turns whose prefix it
-    holds go there all the same.
+    of an ordinary load in `ramps`, same order, is below 1; none: nobody did) has as much as it may have;
+    turns whose prefix it holds go there all the same.
     """
     if not can_take(candidates):
         return [replace(c, excluded="") if c.excluded in _DOUBTED else c for c in candidates]
-    if min(ramps) >= 1:
+    if not ramps or min(ramps) >= 1:
         return candidates
     settled = [c.inflight for c, ramp in zip(candidates, ramps, strict=True) if ramp >= 1 and not c.excluded]
     if not settled or len(settled) == len(candidates):

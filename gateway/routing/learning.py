@@ -1,8 +1,8 @@
 """What an answer teaches: how good its prediction was, and what its worker held."""
 
-from gateway.knowledge.audit import Audit, Sample, Tier
+from gateway.knowledge.audit import Audit, Excuse, Sample, Tier
 from gateway.metrics import Metrics
-from gateway.routing.router import Sight
+from gateway.routing.sight import Sight
 from store.hashing import usable_tokens
 from store.knowledge import Knowledge
 from store.pool import PoolView
@@ -39,19 +39,22 @@ class Learning:
         predicted = max(local, pool)
         tier: Tier = "none" if not predicted else "local" if local >= pool else "pool"
         keys = prompt.chain.keys
-        fair = self._all_known(target, sight)
-        if fair and cached > predicted:
+        # A prompt without a block that could be cached needs nobody's word.
+        excused = self._excuse(target, sight) if size > block else ""
+        if not excused and cached > predicted:
             # Known by now: then its events were on their way when the prediction was made.
             now = self._knowledge.index.match(keys, limit=(size - 1) // block).get(target, 0)
-            fair = now * block < cached
-        sample = Sample(request_id, target, sight.model, tier, predicted, cached, block, fair)
+            excused = "events_on_their_way" if now * block >= cached else ""
+        sample = Sample(request_id, target, sight.model, tier, predicted, cached, block, excused)
         self._audit.add(sample)
-        self._metrics.cached_tokens(target, sight.model, tier, predicted=predicted, actual=cached, fair=fair)
+        self._metrics.cached_tokens(
+            target, sight.model, tier, predicted=predicted, actual=cached, excused=excused
+        )
         if tier == "pool":
             self._pulled(sight, held, cached > local, cached >= predicted)
         if sight.reads_cache:
             self._knowledge.answered(target, keys, cached // block, local // block, sight.held.at)
-            if fair and tier == "local" and predicted == cached:
+            if not excused and tier == "local" and predicted == cached:
                 self._streams.confirmed(target)
 
     def pull_failed(self, sight: Sight, target: str) -> None:
@@ -67,7 +70,9 @@ class Learning:
         elif not some:
             self._pool.pull_failed(sight.pool.place(held))
 
-    def _all_known(self, target: str, sight: Sight) -> bool:
+    def _excuse(self, target: str, sight: Sight) -> Excuse:
         if self._pool is not None and not sight.pool.known:
-            return False
-        return self._streams.state(target) == "exact" and target not in self._knowledge.doubts
+            return "pool_unknown"
+        if self._streams.state(target) != "exact":
+            return "events_missing"
+        return "in_doubt" if target in self._knowledge.doubts else ""

@@ -66,17 +66,26 @@ class Links:
         elif event == "lost":
             self._lost(worker)
         elif event == "removed":
-            self._forget_rates(worker)
             for target in worker.targets:
-                self.audit.forget(target.name)
+                self._left(target.name)
         if self.pool is not None and worker.segment:
             if event == "lost":
                 self.pool.lost(worker.segment)
             elif event in ("up", "restarted", "removed"):
                 self.pool.back(worker.segment)
 
+    def _left(self, target: str) -> None:
+        self.ledger.left(target)
+        self.sessions.forget(target)
+        self.audit.forget(target)
+
     def _up(self, worker: Worker) -> None:
         self.prompts.prepare(worker)
+        # An engine may have another number of ranks than a moment ago, and no other life.
+        for gone in self.streams.followed(worker.name) - {target.name for target in worker.targets}:
+            self.streams.unsubscribe(gone)
+            self.knowledge.drop(gone)
+            self._left(gone)
         for source in worker.kv_endpoints:
             target = worker.target_of(source.rank)
             scheme = self.prompts.reported(worker, worker.models[0].id) if worker.models else None
@@ -92,10 +101,6 @@ class Links:
         for target in worker.targets:
             self.audit.acquit(target.name)
             self.streams.restarted(target.name)
-        self._forget_rates(worker)
-
-    def _forget_rates(self, worker: Worker) -> None:
-        for target in worker.targets:
             self.ledger.forget(target.name)
             self.sessions.forget(target.name)
 

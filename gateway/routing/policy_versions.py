@@ -34,8 +34,12 @@ class Version(msgspec.Struct, frozen=True):
     @property
     def etag(self) -> str:
         """Of number and document: numbers begin anew where a file of versions was lost or is another."""
-        digest = hashlib.sha256(json.dumps(self.document, sort_keys=True).encode()).hexdigest()
-        return f'"{self.number}-{digest[:12]}"'
+        return f'"{self.number}-{digest_of(self.document)}"'
+
+
+def digest_of(document: dict[str, Any]) -> str:
+    """12 hex digits that tell documents apart."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:12]
 
 
 class _File(msgspec.Struct):
@@ -59,7 +63,7 @@ class PolicyVersions:
         self._changing = asyncio.Lock()
         self._versions: list[Version] = []
         plan, why = Plan(configured), ""
-        if path is not None and path.exists():
+        if path is not None:
             plan, why = self._restored(path) or (plan, why)
         if not self._versions or plain(plan.document) != self._versions[-1].document:
             self._versions = [*self._versions, self._next(plain(plan.document), "configuration", why)]
@@ -131,7 +135,12 @@ class PolicyVersions:
                 raise errors.InternalError("the policy can't be kept on disk; it is as it was") from None
         self._versions = versions
         self._apply(plan)
-        logger.info("policy version %d is in force: %s", version.number, version.document["policy"])
+        said = [f"by {author!r}"] if author else []
+        said += [repr(comment)] if comment else []
+        logger.info(
+            "policy version %s is in force: %s%s",
+            *(version.etag.strip('"'), plan.document.policy, f" ({', '.join(said)})" if said else ""),
+        )
         return version
 
     def _next(self, document: dict[str, Any], author: str, comment: str) -> Version:
@@ -142,6 +151,8 @@ class PolicyVersions:
         """The newest kept document that can be used, and what to say of it in the history."""
         try:
             kept = msgspec.json.decode(path.read_bytes(), type=_File)
+        except FileNotFoundError:
+            return None
         except (OSError, msgspec.MsgspecError) as error:
             logger.error(
                 "the policy kept in %s can't be used, the configured one is in force: %s", path, error
@@ -180,5 +191,9 @@ def _lines(document: dict[str, Any]) -> list[str]:
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".new")
-    beside.write_bytes(content)
-    os.replace(beside, path)
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        # Else a machine that loses power may come back with the new name and nothing in the file.
+        os.fsync(file.fileno())
+    beside.replace(path)

@@ -1,39 +1,70 @@
-"""Decisions that went wrong or took long: said in the log, seldom enough not to fill it."""
+"""Decisions that went wrong or took long, turns refused, answers that broke off: in the log, but seldom."""
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Final
+
+from gateway.routing.decisions import DecisionRecord
+from gateway.seldom import Gathered, Seldom
 
 logger = logging.getLogger(__name__)
 
 # Our own take well below a millisecond with 100 targets. All turns wait while one is decided.
 SLOW_S: Final = 0.02
-_AGAIN_S: Final = 60.0
 
 
 class DecisionWatch:
     """`slow` is told of each decision that took long, by the name of its policy."""
 
-    def __init__(self, slow: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, slow: Callable[[str], None], seldom: Seldom) -> None:
         self._slow = slow
-        self._clock = clock
-        self._said: dict[str, float] = {}
+        self._seldom = seldom
 
     def decided(self, policy: str, seconds: float, fault: str = "") -> None:
         """A decision is made. fault: how the policy failed that should have made it."""
-        if fault and self._may_say("fault"):
+        if fault and self._seldom.due("fault"):
             logger.warning("the policy failed and %s decided: %s", policy, fault)
         if seconds < SLOW_S:
             return
         self._slow(policy)
-        if self._may_say("slow"):
+        if self._seldom.due("slow"):
             logger.warning("the policy %s took %.0f ms, all turns waited", policy, seconds * 1e3)
 
-    def _may_say(self, kind: str) -> bool:
-        """Once a minute for each kind."""
-        now = self._clock()
-        if now - self._said.get(kind, float("-inf")) < _AGAIN_S:
-            return False
-        self._said[kind] = now
-        return True
+
+def say_refused(limit: str, count: int, more: bool) -> None:
+    _say_turns("429 for want of room", f"limits.{limit}", count, more)
+
+
+def say_unplaced(why: str, count: int, more: bool) -> None:
+    _say_turns("503", why, count, more)
+
+
+def _say_turns(answer: str, why: str, count: int, more: bool) -> None:
+    turns, when = _counted("turn", count, more)
+    were = "was" if count == 1 else "were"
+    logger.warning("%s %s refused with %s%s: %s", turns, were, answer, when, why)
+
+
+def say_broken(target: str, count: int, more: bool) -> None:
+    answers, when = _counted("answer", count, more)
+    logger.warning("%s of worker %s broke off before the end%s", answers, target, when)
+
+
+def _counted(what: str, count: int, more: bool) -> tuple[str, str]:
+    """How many, and when: those after the first are told once their minute is over."""
+    things = what if count == 1 else f"{what}s"
+    return (f"{count} more {things}", " in the last minute") if more else (f"{count} {things}", "")
+
+
+class AnswerWatch:
+    """Tells of each target when an answer broke off that a client had begun to get."""
+
+    def __init__(self, broken: Gathered) -> None:
+        self._broken = broken
+
+    def ended(self, record: DecisionRecord) -> None:
+        outcome, target = record.outcome, record.decision.target
+        # Another status is one that the client was told: an error that is an answer.
+        if outcome is None or target is None or outcome.kind != "error" or outcome.status >= 400:
+            return
+        self._broken.came(target)

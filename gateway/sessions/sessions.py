@@ -10,9 +10,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, Final, cast
 
 import msgspec
@@ -20,7 +19,6 @@ import msgspec
 from store.prompt.request import ChatPrompt, Ids, MessagesPrompt, PromptRequest, ResponsesPrompt
 
 Name = tuple[Hashable, ...]
-_name_of = itemgetter(0)
 
 # Headers that name a session, the most specific first. One that names every request anew (x-correlation-id,
 # traceparent) would tear sessions apart.
@@ -33,6 +31,7 @@ _HEADERS: Final = (
     *(b"x-dynamo-session-id", b"x-session-id", b"x-session-affinity", b"x-litellm-session-id"),
     *(b"conversation_id", b"x-opencode-session"),
 )
+_RANK: Final = {name: rank for rank, name in enumerate(_HEADERS)}
 _NAMING: Final = frozenset(_HEADERS)
 # Say that no turn of the session comes after this one; the second is Dynamo's.
 _LAST: Final = frozenset((b"x-session-end", b"x-dynamo-session-final"))
@@ -46,27 +45,23 @@ _END_CHARACTERS: Final = 500
 _MAX_BYTES: Final = 64 << 20
 # Conversations by one name that a turn is compared with; 2 to 5 us each.
 _PER_NAME: Final = 16
-# What an entry costs besides its tokens and digests.
+# What an entry costs besides its tokens and keys.
 _ENTRY_BYTES: Final = 600
 
 
-def hint(headers: Collection[tuple[bytes, bytes]], named: str) -> str:
+def hint(headers: Mapping[bytes, bytes], named: str) -> str:
     """What the client calls its session: by a header, else as `named` in the body; "" if by nothing."""
-    # Most turns have none of them; a step for each header line would cost 1 us.
-    if _NAMING.isdisjoint(map(_name_of, headers)):
-        return named[:_NAME_CHARACTERS]
-    found = {name: value for name, value in headers if name in _NAMING and value}
+    found = [name for name in _NAMING.intersection(headers) if headers[name]]
     if not found:
         return named[:_NAME_CHARACTERS]
-    best = next(found[name] for name in _HEADERS if name in found)
-    return best.decode("latin-1")[:_NAME_CHARACTERS]
+    return headers[min(found, key=_RANK.__getitem__)].decode("latin-1")[:_NAME_CHARACTERS]
 
 
-def says_it_ends(headers: Collection[tuple[bytes, bytes]]) -> bool:
+def says_it_ends(headers: Mapping[bytes, bytes]) -> bool:
     """Whether the client says that its session ends with this turn."""
-    if _LAST.isdisjoint(map(_name_of, headers)):
-        return False
-    return any(value.strip().lower() in (b"1", b"true") for name, value in headers if name in _LAST)
+    return not _LAST.isdisjoint(headers) and any(
+        headers.get(name, b"").strip().lower() in (b"1", b"true") for name in _LAST
+    )
 
 
 def named_in_body(
@@ -82,7 +77,13 @@ def named_in_body(
         *(fields.get("litellm_session_id"), litellm_session_id),
         prompt_cache_key,
     )
-    return next((name[:_NAME_CHARACTERS] for name in named if isinstance(name, str) and name), "")
+    name = next((name for name in named if isinstance(name, str) and name), "")
+    # Python's parser lets lone surrogates through, which can't be written anywhere.
+    return name[:_NAME_CHARACTERS].encode("utf-8", "replace").decode()
+
+
+class _User(msgspec.Struct):
+    session_id: Any = None
 
 
 def _session_of_user(user: object) -> str:
@@ -90,17 +91,15 @@ def _session_of_user(user: object) -> str:
         return ""
     if user.startswith("{"):
         try:
-            found: Any = msgspec.json.decode(user)
-        except msgspec.MsgspecError:
+            session = msgspec.json.decode(user, type=_User).session_id
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
             return ""
-        session = cast(dict[str, Any], found).get("session_id")
         return session if isinstance(session, str) else ""
     match = _USER_ID.search(user)
     return match[1] if match else ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class Seen(msgspec.Struct, frozen=True, eq=False):
     """A prompt of a session. `names`: all it may be found by, the surest first. `keys`: its chain's.
 
     named: whether its client named the session. tools: how many tools it had. system: whether it had a system
@@ -118,8 +117,8 @@ class Seen:
 
     @property
     def size(self) -> int:
-        """Bytes, at most: digests have up to 32."""
-        return self.tokens.nbytes + 32 * len(self.keys) + _ENTRY_BYTES
+        """Bytes."""
+        return self.tokens.nbytes + 8 * len(self.keys) + _ENTRY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +159,7 @@ def _opening(request: PromptRequest) -> object:
         items = request.messages
     else:
         return None
-    objects = (cast(dict[str, Any], item) for item in items if isinstance(item, dict))
+    objects = (cast("dict[str, Any]", item) for item in items if isinstance(item, dict))
     return next((item.get("content") for item in objects if item.get("role") == "user"), None)
 
 

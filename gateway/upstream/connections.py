@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from gateway.asgi import Headers
 from gateway.upstream.http1 import Connection, Response, UpstreamError, request_head
+from workers.connecting import why_not
 
 # Shorter than the 5 s after which uvicorn, and so vLLM, closes an idle connection.
 _KEEPALIVE_S = 4.0
@@ -47,16 +48,24 @@ class Connections:
     """The transport to workers. No limit on connections in use: each is a turn's, and those are limited."""
 
     def __init__(
-        self, *, connect_s: float, between_chunks_s: float, keepalive_s: float = _KEEPALIVE_S
+        self,
+        *,
+        tls: ssl.SSLContext,
+        connect_s: float,
+        between_chunks_s: float,
+        keepalive_s: float = _KEEPALIVE_S,
     ) -> None:
-        """connect_s: for all that connecting takes. between_chunks_s: of a body, 0: no limit."""
+        """tls: what https:// workers are verified by. connect_s: for all that connecting takes.
+
+        between_chunks_s: of a body, 0: no limit.
+        """
+        self._tls = tls
         self._connect_s = connect_s
         self._between_chunks_s = between_chunks_s
         self._keepalive_s = keepalive_s
         self._origins: dict[str, _Origin] = {}
         self._open: set[Connection] = set()
         self._sweep: asyncio.TimerHandle | None = None
-        self._tls: ssl.SSLContext | None = None
 
     async def start(self) -> None:
         self._tidy()
@@ -84,13 +93,13 @@ class Connections:
                 connection.abort()
                 continue
             try:
-                return await connection.ask(method, head, body, self._between_chunks_s)
+                return await connection.ask(method, head, body, self._between_chunks_s).begun()
             except UpstreamError:
                 if not connection.stale:
                     raise
                 break
         connection = await self._connect(origin)
-        return await connection.ask(method, head, body, self._between_chunks_s)
+        return await connection.ask(method, head, body, self._between_chunks_s).begun()
 
     def _origin(self, worker: str) -> _Origin:
         parts = urlsplit(worker)
@@ -113,15 +122,17 @@ class Connections:
         except TimeoutError:
             origin.until = 0.0
             raise UpstreamError("connect_timeout") from None
+        except ssl.SSLError as error:
+            raise UpstreamError("tls", why_not(error)) from None
         except OSError as error:
             origin.until = 0.0
-            raise UpstreamError("descriptors" if error.errno in _OUR_OWN else "connect") from None
+            kind = "descriptors" if error.errno in _OUR_OWN else "connect"
+            raise UpstreamError(kind, why_not(error)) from None
 
     async def _connected(self, origin: _Origin) -> Connection:
         """By the first of its addresses that takes it; each gets its share of the time. Raises OSError."""
         loop = asyncio.get_running_loop()
         addresses = await self._addresses(origin)
-        tls = self._trusted() if origin.secure else None
         failed = OSError(errno.EHOSTUNREACH, "no address")
         for address in addresses:
             try:
@@ -130,14 +141,16 @@ class Connections:
                         lambda: Connection(lambda free: self._keep(origin, free), self._open.discard),
                         address,
                         origin.port,
-                        ssl=tls,
-                        server_hostname=origin.host if tls else None,
+                        ssl=self._tls if origin.secure else None,
+                        server_hostname=origin.host if origin.secure else None,
                     )
             except OSError as error:
                 failed = error
                 continue
             if not connection.closed:
                 self._open.add(connection)
+            # The next one begins here: of those before it each may have cost its share of the time.
+            origin.addresses = _first(address, addresses)
             return connection
         raise failed
 
@@ -151,18 +164,14 @@ class Connections:
             try:
                 async with asyncio.timeout(self._connect_s or None):
                     found = await loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
-                origin.addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
+                addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
+                origin.addresses = _first(origin.addresses[0], addresses) if origin.addresses else addresses
             except OSError:
                 # Name servers are away more often than workers move.
                 if not origin.addresses:
                     raise
             origin.until = loop.time() + _ADDRESSES_S
         return origin.addresses
-
-    def _trusted(self) -> ssl.SSLContext:
-        if self._tls is None:
-            self._tls = ssl.create_default_context()
-        return self._tls
 
     def _keep(self, origin: _Origin, connection: Connection) -> None:
         if self._origins.get(origin.url) is origin and len(origin.idle) < _IDLE:
@@ -182,6 +191,11 @@ class Connections:
             if not origin.idle and now - origin.used > _ADDRESSES_S:
                 del self._origins[name]
         self._sweep = loop.call_later(self._keepalive_s / 4, self._tidy)
+
+
+def _first(address: str, addresses: list[str]) -> list[str]:
+    """`addresses`, the one that worked last before the others if it is still among them."""
+    return sorted(addresses, key=lambda other: other != address)
 
 
 def _is_address(host: str) -> bool:

@@ -1,7 +1,5 @@
 """Which header lines cross the gateway, in both directions."""
 
-from operator import itemgetter
-
 from gateway.asgi import Headers
 
 # RFC 9110 section 7.6.1, plus the framing that each side writes for itself.
@@ -16,31 +14,33 @@ _PLACEMENT = frozenset(
     b"x-decoder-host-port x-gateway-destination-endpoint x-smg-target-worker x-smg-routing-key "
     b"target-pod".split()
 )
+# What clients show to be let in, here or by what stands in front, as rules of the policy name headers.
+CREDENTIALS = frozenset("authorization proxy-authorization x-api-key api-key cookie".split())
 # Credentials are the gateway's own on either side; placement is the gateway's decision alone.
 _NOT_FOR_WORKERS = (
     _HOP_BY_HOP
     | _PLACEMENT
-    | frozenset(b"host content-length expect authorization x-api-key x-request-id".split())
+    | frozenset(name.encode() for name in CREDENTIALS)
+    | frozenset(b"host content-length expect x-request-id".split())
 )
-# What clients show to be let in, as rules of the policy name headers.
-CREDENTIALS = frozenset("authorization proxy-authorization x-api-key api-key cookie".split())
 _OWN_PREFIX = b"x-moongate-"
-_name_of = itemgetter(0)
 _NOT_FOR_CLIENTS = _HOP_BY_HOP | frozenset((b"x-request-id", b"server", b"date"))
 
 
-def _dropped(always: frozenset[bytes], headers: Headers) -> frozenset[bytes]:
-    """With the names that a Connection line declares to be for this hop only."""
-    if b"connection" not in map(_name_of, headers):
-        return always
-    named = [value for name, value in headers if name == b"connection"]
-    return always.union(token.strip().lower() for value in named for token in value.split(b","))
+def _crossing(headers: Headers, never: frozenset[bytes]) -> Headers:
+    """Without those in `never`, the gateway's own, and what a Connection line declares to be for this hop."""
+    names = dict(headers)
+    if b"connection" in names:
+        named = [value for name, value in headers if name == b"connection"]
+        never = never.union(token.strip().lower() for value in named for token in value.split(b","))
+    if b" ".join(names).find(_OWN_PREFIX) >= 0:
+        never = never.union(name for name in names if name.startswith(_OWN_PREFIX))
+    return [line for line in headers if line[0] not in never]
 
 
 def for_worker(headers: Headers, *, api_key: str, request_id: str, rank: int | None) -> Headers:
     """The client's header lines as a worker may see them, with the gateway's own added."""
-    dropped = _dropped(_NOT_FOR_WORKERS, headers)
-    lines = [(n, value) for n, value in headers if n not in dropped and not n.startswith(_OWN_PREFIX)]
+    lines = _crossing(headers, _NOT_FOR_WORKERS)
     lines.append((b"x-request-id", request_id.encode()))
     if api_key:
         lines.append((b"authorization", b"Bearer " + api_key.encode()))
@@ -55,8 +55,7 @@ def for_client(headers: Headers, own: Headers, worker_url: str) -> Headers:
     A redirect to the worker itself leads to the same path here: past the gateway it would charge nobody, and
     take the client's key along.
     """
-    dropped = _dropped(_NOT_FOR_CLIENTS, headers)
-    lines = [(n, value) for n, value in headers if n not in dropped and not n.startswith(_OWN_PREFIX)]
+    lines = _crossing(headers, _NOT_FOR_CLIENTS)
     there = worker_url.encode()
     for i, (name, value) in enumerate(lines):
         if name == b"location" and value.startswith(there + b"/"):

@@ -4,7 +4,7 @@ Own code on a parser of nodejs's, because it carries the hot path: it costs half
 tenth of httpx's. Those stay where requests are few (probes, discovery, the pool, the command line).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from gateway.asgi import Headers
@@ -22,6 +22,11 @@ class UpstreamResponse(Protocol):
         ...
 
     @property
+    def fields(self) -> Mapping[bytes, bytes]:
+        """Their values by name, those of a repeated one joined by commas."""
+        ...
+
+    @property
     def waits(self) -> bool:
         """Whether the next `read` would have to wait."""
         ...
@@ -36,6 +41,10 @@ class UpstreamResponse(Protocol):
 
         Raises UpstreamError when the worker breaks off or falls silent.
         """
+        ...
+
+    def taken(self) -> bytes:
+        """As `read`, where that would not wait."""
         ...
 
     async def forward(self, take: Callable[[bytes], bool]) -> None:

@@ -29,10 +29,14 @@ def read(rows: Iterable[tuple[int, Any]], block_size: int, head: int | None = No
     `head` changes nothing: what is shared shows in the ids.
 
     A row without session_id is a session. Of a session's rows, timestamps say when the first one begins;
-    the others come `delay` after the end of the one before.
+    the others come `delay` after the end of the one before. Rows that come again are copies: of sessions
+    without ids, as one with the same ids would share all of its prompts.
     """
-    sessions: dict[str, list[tuple[int, _Row]]] = {}
+    sessions: dict[tuple[int, str], list[tuple[int, _Row]]] = {}
+    copy = before = 0
     for line, row in rows:
+        copy += line <= before
+        before = line
         try:
             parsed = msgspec.convert(row, _Row)
         except msgspec.ValidationError as wrong:
@@ -40,8 +44,9 @@ def read(rows: Iterable[tuple[int, Any]], block_size: int, head: int | None = No
         if parsed.input_length < 1:
             raise BadTrace(f"line {line}: input_length is {parsed.input_length}, not at least 1")
         name = f"line {line}" if parsed.session_id is None else str(parsed.session_id)
-        sessions.setdefault(name, []).append((line, parsed))
-    for number, (name, listed) in enumerate(sessions.items()):
+        if not copy or parsed.hash_ids is None:
+            sessions.setdefault((copy, name), []).append((line, parsed))
+    for number, ((_, name), listed) in enumerate(sessions.items()):
         stamp = listed[0][1].timestamp
         arrives = None if stamp is None else stamp / 1000
         yield Session(name, _turns(name, number, listed, block_size), arrives)

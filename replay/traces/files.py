@@ -29,8 +29,9 @@ GENERATED: Final = "scaling"
 def load(path: str, name: str, block_size: int, *, sessions: int = 0, head: int | None = None) -> Trace:
     """The trace in `path`. Raises BadTrace, also for a file that does not exist.
 
-    sessions: at least so many, if its sessions have no times; those that are missing are copies, which share
-    the heads of the originals and nothing else. head: tokens that sessions share at most.
+    sessions: at least so many, if its sessions have neither times nor blocks named for all of them; those
+    that are missing are copies, which share the heads of the originals and nothing else. head: tokens that
+    sessions share at most.
     """
     if path == GENERATED:
         return scaling.generate(max(1, sessions), block_size, head=head)
@@ -39,6 +40,7 @@ def load(path: str, name: str, block_size: int, *, sessions: int = 0, head: int 
         raise BadTrace(f"{path}: no lines")
     try:
         found = list(FORMATS[name](rows, block_size, head))
+        recorded = len(found)
         if found and found[0].arrives_s is None and len(found) < sessions:
             copies = -(-sessions // len(found))
             found = _named(list(FORMATS[name](rows * copies, block_size, head))[:sessions])
@@ -46,7 +48,7 @@ def load(path: str, name: str, block_size: int, *, sessions: int = 0, head: int 
         raise BadTrace(f"{path}: {wrong}") from None
     if not found:
         raise BadTrace(f"{path}: no turns")
-    return Trace(block_size, found)
+    return Trace(block_size, found, len(found) - recorded)
 
 
 def _named(sessions: list[Session]) -> list[Session]:

@@ -47,5 +47,8 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
+    """copies: so many of the sessions are copies of others; as loaded the last ones."""
+
     block_size: int
     sessions: Sequence[Session]
+    copies: int = 0

@@ -22,6 +22,7 @@ from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from store.prompt.resuming import PROGRESS, Progress
 
@@ -130,6 +131,11 @@ class _Environment(ImmutableSandboxedEnvironment):
                     return self.undefined(obj=obj, name=attribute)
         elif kind is LoopContext and attribute[0] != "_":
             return getattr(obj, attribute)
+        elif kind is Namespace and attribute[0] != "_":
+            try:
+                return getattr(obj, attribute)
+            except AttributeError:
+                return self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
     def loop(self, context: Context, messages: Any, undefined: type[Undefined]) -> Iterable[Any]:
@@ -140,8 +146,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         return partial(self.call, context, obj, _loop_vars=loop_vars, _block_vars=block_vars)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 (as in Jinja)
+        # What Context.call comes to for a namespace or a macro, after some searching for their kind.
+        if __obj is Namespace:
+            kwargs.pop("_block_vars", None)
+            kwargs.pop("_loop_vars", None)
+            return Namespace(*args, **kwargs)
         if type(__obj) is Macro:
-            # What Context.call comes to for a macro, after some searching for its kind.
             kwargs.pop("_block_vars", None)
             kwargs.pop("_loop_vars", None)
             whole = not kwargs and len(args) == __obj._argument_count and _takes_only_arguments(__obj)  # pyright: ignore[reportPrivateUsage]

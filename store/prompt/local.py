@@ -11,12 +11,14 @@ import hashlib
 import json
 import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from store.hashing import Chain, Digests, HashScheme, chain, digest_width, none_hash
@@ -41,6 +43,7 @@ from store.prompt.resuming import Past
 from store.prompt.segments import Segment, SegmentCache, chain_keys
 
 Lora: TypeAlias = tuple[str, str] | None
+_ids, _digests = attrgetter("ids"), attrgetter("digests")
 
 # Architectures whose prompts vLLM 0.32 writes in code of its own instead of the tokenizer's template.
 _OWN_RENDERING: Final = frozenset(
@@ -65,8 +68,7 @@ _SHORT: Final = 256
 _RUN_IDS: Final = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
+class Rendered(msgspec.Struct, frozen=True):
     """The text of `request` as it was given, with where its pieces end."""
 
     request: PromptRequest
@@ -75,8 +77,7 @@ class Rendered:
     ends: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """A prompt as far as it is known: `known` segments for the leading `keys`, `pieces` of text beyond.
 
     `missing` is the number of characters (ids, for a prompt that came as ids) `finish` has to work on.
@@ -210,7 +211,7 @@ class LocalPrompts:
         except UnicodeEncodeError as wrong:
             raise Unrenderable("invalid", "text with lone surrogates") from wrong
         text = rendered.utf8
-        common = recent.common(text) if recent is not None else 0
+        common = recent.common(text, self._cut_bytes) if recent is not None and self._cut_bytes else 0
         ends, keys, start = [], [], 0
         if recent is not None and common:
             ends, keys = list(recent.ends[:common]), list(recent.keys[:common])
@@ -290,15 +291,18 @@ class LocalPrompts:
             return Prompt(tokens, _chain(tokens, plan, None), "local")
         before, after = self._encoder.around(add_special_tokens=request.add_special_tokens)
         fresh = self._encoder.encode_pieces(plan.pieces)
-        parts = [before, *(segment.ids for segment in plan.known), *fresh, after]
+        parts = [before, *map(_ids, plan.known), *fresh, after]
         tokens = np.frombuffer(b"".join(parts), dtype=np.uint32)
-        known = b"".join(segment.digests for segment in plan.known)
+        known = b"".join(map(_digests, plan.known))
         blocks = _chain(tokens, plan, known)
         self._remember(plan, fresh, blocks, start=len(before) // 4)
         return Prompt(tokens, blocks, "local")
 
     def _remember(self, plan: Plan, fresh: Sequence[bytes], blocks: Chain, start: int) -> None:
-        """Keep the request and the new pieces, but for a short last one: the next turn will not repeat it."""
+        """Keep the request and the new pieces, but for a short last one: the next turn will not repeat it.
+
+        A text of one piece is known again by that: to keep it, too, takes longer than to render it.
+        """
         keys = plan.keys[len(plan.known) :]
         kept = len(keys)
         tail = ""
@@ -307,7 +311,7 @@ class LocalPrompts:
         size = plan.scheme.block_size
         packed = cast(Digests, blocks.digests).packed
         width = digest_width(plan.scheme.algo)
-        end = start + sum(len(segment.ids) for segment in plan.known) // 4
+        end = start + sum(map(len, map(_ids, plan.known))) // 4
         done = end // size if plan.known else 0
         segments: list[Segment] = []
         for ids in fresh[:kept]:
@@ -315,13 +319,11 @@ class LocalPrompts:
             segments.append(Segment(ids, packed[done * width : end // size * width]))
             done = end // size
         self._segments.put(keys[:kept], segments)
-        if plan.rendered is not None:
-            # The last piece ends where the text ends, which is no place to cut a longer one.
-            ends = plan.rendered.ends[:-1]
+        # The last piece ends where the text ends, which is no place to cut a longer one.
+        if plan.rendered is not None and (ends := plan.rendered.ends[:-1]):
             text, shown = plan.rendered.text
-            head = text[: ends[-1] if ends else 0]
             stored = plan.keys[: len(plan.known) + kept]
-            recent = Recent(weakref.ref(plan.rendered.request), head, ends, stored, tail, shown)
+            recent = Recent(weakref.ref(plan.rendered.request), text, ends, stored, tail, shown)
             self._recent.put(plan.rendered.conversation, recent)
 
     def _plan_ids(self, request: TokensPrompt, scheme: HashScheme, lora: Lora, root: bytes) -> Plan:
@@ -352,7 +354,7 @@ class LocalPrompts:
 
 def _chain(tokens: Ids, plan: Plan, known: bytes | None) -> Chain:
     width = digest_width(plan.scheme.algo)
-    resume = Chain.of(Digests(known, width)) if known else None
+    resume = Digests(known, width) if known else None
     salt = plan.request.cache_salt
     try:
         return chain(tokens, plan.scheme, cache_salt=salt, lora=plan.lora, resume=resume)
@@ -362,9 +364,16 @@ def _chain(tokens: Ids, plan: Plan, known: bytes | None) -> Chain:
 
 def _root(request: ChatPrompt | TextPrompt | TokensPrompt, scheme: HashScheme, lora: Lora) -> bytes:
     """What digests depend on besides the text before them."""
-    special = not isinstance(request, TokensPrompt) and request.add_special_tokens
-    kind = "ids" if isinstance(request, TokensPrompt) else "text"
-    facts = (kind, special, scheme.algo, scheme.block_size, scheme.seed, request.cache_salt, lora)
+    if isinstance(request, TokensPrompt):
+        root = _root_of("ids", False, scheme, lora)
+    else:
+        root = _root_of("text", request.add_special_tokens, scheme, lora)
+    return root if request.cache_salt is None else hashlib.sha256(root + request.cache_salt.encode()).digest()
+
+
+@lru_cache(maxsize=256)
+def _root_of(kind: str, special: bool, scheme: HashScheme, lora: Lora) -> bytes:
+    facts = (kind, special, scheme.algo, scheme.block_size, scheme.seed, lora)
     return hashlib.sha256(msgspec.msgpack.encode(facts)).digest()
 
 
@@ -376,7 +385,7 @@ def _beginning(request: ChatPrompt | TextPrompt) -> int:
 
 
 def _hash(message: Any) -> int:
-    content = cast(dict[str, Any], message).get("content") if isinstance(message, dict) else None
+    content = cast("dict[str, Any]", message).get("content") if isinstance(message, dict) else None
     # A text keeps its hash.
     return hash(content if isinstance(content, str) else msgspec.msgpack.encode(content))
 

@@ -11,15 +11,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, Final, TypeAlias, cast
 
 from store.prompt.environment import Printed
-from store.prompt.kept import Kept, once
+from store.prompt.kept import each_once
 from store.prompt.media import MediaPart
 from store.prompt.request import ChatPrompt, Unrenderable
 from store.prompt.template import ContentFormat, TemplateFacts
 
 Message: TypeAlias = dict[str, Any]
+_role = itemgetter("role")
 
 BILLING_HEADER: Final = "x-anthropic-billing-header"
 
@@ -40,15 +42,6 @@ _PART_KEYS: Final = frozenset(
         *("video_url", "video_embeds", "prompt_cache_breakpoint"),
     )
 )
-# Keywords of transformers' apply_chat_template, which reach it whether the template reads them or not.
-_TEMPLATE_CALL: Final = frozenset(
-    (
-        *("self", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
-        *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
-    )
-)
-
 # What it is given by name already.
 _TAKEN: Final = frozenset(("self", "conversation"))
 
@@ -56,14 +49,8 @@ _TAKEN: Final = frozenset(("self", "conversation"))
 def conversation(messages: Sequence[Any], facts: TemplateFacts) -> list[Message]:
     """The messages as the template gets them."""
     form = facts.content_format
-    # In line where they were made before, as most were: a call for each of 100 takes 0.1 ms.
-    found: list[Message] = [
-        each.made
-        if type(each) is Kept and each.form == form
-        else once(each, form, lambda given: _message(given, facts.content_format))
-        for each in messages
-    ]
-    if any(message["role"] == "developer" for message in found):
+    found: list[Message] = each_once(messages, form, lambda given: _message(given, form))
+    if "developer" in map(_role, found):
         if not facts.knows_developer:
             return _merge_system([_as_system(message) for message in found])
         if any(message.get("tools") for message in found):
@@ -75,7 +62,7 @@ def tools(given: Sequence[Any] | None) -> list[dict[str, Any]] | None:
     """Tool definitions as vLLM dumps them: fixed keys in fixed order, absent ones null."""
     if given is None:
         return None
-    return [once(tool, "tool", lambda tool: Printed(_tool(tool))) for tool in given]
+    return each_once(given, "tool", lambda tool: Printed(_tool(tool)))
 
 
 def template_keywords(request: ChatPrompt, facts: TemplateFacts) -> dict[str, Any]:
@@ -88,17 +75,18 @@ def template_keywords(request: ChatPrompt, facts: TemplateFacts) -> dict[str, An
         raise Unrenderable("request_template")
     if given.keys() & _TAKEN or given.get("documents") in (False, ""):
         raise Unrenderable("invalid", "keywords that transformers' apply_chat_template can't be given")
-    own: dict[str, Any] = {
-        "add_generation_prompt": request.add_generation_prompt,
-        "continue_final_message": request.continue_final_message,
-        "documents": request.documents,
-        "reasoning_effort": request.reasoning_effort,
-    }
-    if request.reasoning_effort is not None and "enable_thinking" not in given:
-        own["enable_thinking"] = request.reasoning_effort != "none"
-    merged = {"tools": tools(request.tools)} | _set(given) | _set(own)
-    accepted = (facts.variables | _TEMPLATE_CALL) - {"chat_template", "tokenize"}
-    return {key: value for key, value in _set(merged).items() if key in accepted}
+    found: dict[str, Any] = {"tools": tools(request.tools), **_set(given)}
+    found["add_generation_prompt"] = request.add_generation_prompt
+    found["continue_final_message"] = request.continue_final_message
+    if request.documents is not None:
+        found["documents"] = request.documents
+    effort = request.reasoning_effort
+    if effort is not None:
+        if effort != "auto":
+            found["reasoning_effort"] = effort
+        if "enable_thinking" not in given:
+            found["enable_thinking"] = effort != "none"
+    return {key: value for key, value in found.items() if value is not None and key in facts.keywords}
 
 
 def _set(keywords: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +96,7 @@ def _set(keywords: dict[str, Any]) -> dict[str, Any]:
 def _message(given: Any, content_format: ContentFormat) -> Message:
     if not isinstance(given, dict):
         raise Unrenderable("invalid", "a message must be an object")
-    source = cast(dict[str, Any], given)
+    source = cast("dict[str, Any]", given)
     role = source.get("role")
     if not isinstance(role, str):
         raise Unrenderable("invalid", "a message needs a role")

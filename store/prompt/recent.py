@@ -8,25 +8,24 @@ import weakref
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from store.prompt.resuming import Past, Shown
 
 ENTRY_BYTES: Final = 500
 
 
-@dataclass(frozen=True, slots=True)
-class Recent:
+class Recent(msgspec.Struct, frozen=True):
     """A request, as long as whoever made it keeps it, and its rendered text, UTF-8.
 
-    `ends` are the places it is cut at, `head` the text up to the last of them. `keys` name the pieces kept in
-    the cache of segments, which may be one more; `tail` is the text after those. `shown`: what rendering the
-    next turn may take from the text.
+    `ends` are the places it is cut at. `keys` name the pieces kept in the cache of segments, which may be one
+    more; `tail` is the text after those. `shown`: what rendering the next turn may take from the text.
     """
 
     request: weakref.ref[Any]
-    head: bytes
+    text: bytes
     ends: Sequence[int]
     keys: Sequence[bytes]
     tail: str
@@ -34,18 +33,23 @@ class Recent:
 
     @property
     def past(self) -> Past | None:
-        return Past(self.shown, self.head) if self.shown is not None else None
+        return Past(self.shown, self.text) if self.shown is not None else None
 
     @property
     def size(self) -> int:
         marks = len(self.shown.marks) if self.shown is not None else 0
-        return len(self.head) + len(self.tail) + 40 * len(self.ends) + 80 * marks + ENTRY_BYTES
+        return len(self.text) + len(self.tail) + 40 * len(self.ends) + 80 * marks + ENTRY_BYTES
 
-    def common(self, text: bytes) -> int:
-        """How many leading pieces `text` begins with, too."""
-        if text.startswith(self.head):
+    def common(self, text: bytes, token: bytes) -> int:
+        """How many leading pieces `text` begins with, too, and is cut at: `token` comes after each."""
+        # A conversation mostly goes on as its prompt ended: found without a copy of all that.
+        if text.startswith(self.text):
             return len(self.ends)
-        return bisect_left(self.ends, True, key=lambda end: not text.startswith(self.head[:end]))
+        if text.startswith(self.text[: self.ends[-1] + len(token)]):
+            return len(self.ends)
+        return bisect_left(
+            self.ends, True, key=lambda end: not text.startswith(self.text[: end + len(token)])
+        )
 
 
 class RecentRequests:

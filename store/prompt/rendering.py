@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple, cast
 import jinja2
 import msgspec
 from jinja2.ext import LoopControlExtension
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerFast
 
@@ -57,8 +58,14 @@ class Renderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer: Final = tokenizer
-        self._special_tokens: Final[dict[str, Any]] = dict(tokenizer.special_tokens_map)
         self._environment: Final = make_environment()
+        self._names: Final[dict[str, Any]] = {
+            **cast(dict[str, Any], self._environment.globals),
+            **cast(dict[str, Any], tokenizer.special_tokens_map),
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": False,
+        }
         self._messages_facts: MessagesFacts | None = None
         self._templates: Final[dict[str, tuple[jinja2.Template, TemplateFacts, LoopFacts | None]]] = {}
 
@@ -74,20 +81,21 @@ class Renderer:
         messages = normalise.conversation(request.messages, facts)
         keywords = normalise.template_keywords(request, facts)
         try:
-            if not messages or any(keywords.get(each) for each in _SPECIAL_CALL):
+            if not messages or any(map(keywords.get, _SPECIAL_CALL.intersection(keywords))):
                 return Text(self._by_transformers(source, messages, keywords).encode())
-            for each in _UNSEEN:
-                keywords.pop(each, None)
-            _check_objects(keywords)
-            keywords.setdefault("tools", None)
-            keywords.setdefault("documents", None)
-            keywords.setdefault("add_generation_prompt", False)
-            names = dict(messages=messages, **(self._special_tokens | keywords))
-            if loop is None:
-                return Text(template.render(names).encode())
-            progress = Progress(source, loop, past, keys_of(request.messages, messages))
-            parts = template.root_render_func(template.new_context(names | {PROGRESS: progress}))
-            return Text(progress.text(parts), progress.shown)
+            for each in _UNSEEN.intersection(keywords):
+                del keywords[each]
+            if request.chat_template_kwargs or request.documents:
+                _check_objects(keywords)
+            names = self._names | keywords
+            names["messages"] = messages
+            # Jinja's own way would find its global names anew for each text.
+            context = Context(self._environment, names, template.name, template.blocks)
+            keys = keys_of(request.messages, messages) if loop is not None else ()
+            if loop is None or not keys:
+                return Text("".join(template.root_render_func(context)).encode())
+            progress = names[PROGRESS] = Progress(source, loop, past, keys)
+            return Text(progress.text(template.root_render_func(context)), progress.shown)
         except UnicodeEncodeError as wrong:
             raise Unrenderable("invalid", "text with lone surrogates") from wrong
         except Exception as wrong:  # a template is a program: any exception can come out of it
@@ -180,7 +188,9 @@ class Renderer:
 
 
 def _check_objects(keywords: dict[str, Any]) -> None:
-    """Tools and documents that come as template keywords are unchecked; transformers wants objects."""
+    """Of keywords of its template a request can have any; transformers wants objects, and messages once."""
+    if "messages" in keywords:
+        raise TypeError("messages come by name already")
     for key in ("tools", "documents"):
         if not all(isinstance(each, dict) for each in keywords.get(key) or ()):
             raise TypeError(f"{key} must be a list of objects")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -36,9 +35,6 @@ class Unrenderable(Exception):
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason: str = reason
-
-
-REASONS: tuple[str, ...] = get_args(Reason)
 
 
 class ChatPrompt(msgspec.Struct, kw_only=True, weakref=True):
@@ -112,8 +108,7 @@ PromptRequest: TypeAlias = ChatPrompt | TextPrompt | TokensPrompt | MessagesProm
 Ids: TypeAlias = npt.NDArray[np.uint32]
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """A prompt as its engine sees it. `tokens` has shape (n,); `chain` covers its full blocks.
 
     source: `ids` (the client sent them), `local` (rendered here) or `remote` (a worker rendered it).

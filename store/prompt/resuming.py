@@ -12,8 +12,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress, count
+from operator import attrgetter, is_not, ne
 from typing import Any, Final, TypeAlias, cast
 
+import msgspec
 from jinja2 import nodes
 from jinja2.runtime import Context, LoopContext, Macro, Undefined
 from jinja2.utils import Namespace, missing
@@ -39,6 +42,7 @@ _METHODS: Final = frozenset(
 )
 _OF_LOOPS: Final = frozenset(("first", "last", "index", "index0", "previtem", "nextitem"))
 _RAISES: Final = "raise_exception"
+_made, _number = attrgetter("made"), attrgetter("number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +57,7 @@ class LoopFacts:
     ahead: int
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
+class Shown(msgspec.Struct, frozen=True):
     """What a render was of, message by message, and where in its text (UTF-8) each one begins.
 
     keys: name the messages of the loop, None where one has no name. values: of the names that its body reads.
@@ -66,8 +69,7 @@ class Shown:
     marks: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Past:
+class Past(msgspec.Struct, frozen=True):
     """An earlier render and (the beginning of) its text."""
 
     shown: Shown
@@ -245,7 +247,7 @@ class Progress:
         start = len(given) - len(messages) if isinstance(messages, list) else -1
         if start < 0 or len(given) != len(self._keys):
             return None
-        if any(one is not other for one, other in zip(messages, given[start:], strict=True)):
+        if any(map(is_not, messages, given[start:])):
             return None
         values = [frozen(context.resolve_or_missing(name)) for name in self._facts.names]
         if None in values:
@@ -257,11 +259,11 @@ class Progress:
         past = self._past
         if past is None or past.shown.values != shown.values:
             return 0
-        pairs = zip(shown.keys, past.shown.keys, strict=False)
-        alike = next(
-            (at for at, (now, then) in enumerate(pairs) if now is None or now != then),
-            min(len(shown.keys), len(past.shown.keys)),
-        )
+        keys = shown.keys
+        if None in keys:
+            keys = keys[: keys.index(None)]
+        least = min(len(keys), len(past.shown.keys))
+        alike = next(compress(count(), map(ne, keys, past.shown.keys)), least)
         return min(alike - self._facts.ahead, bisect_right(past.shown.marks, len(past.text)) - 1)
 
     def _skip(self, loop: LoopContext, messages: Sequence[Any], marks: list[int], end: int) -> None:
@@ -270,7 +272,8 @@ class Progress:
         known = self._past.shown.marks
         start = known[len(marks)]
         moved = self._size - start
-        marks += [mark + moved for mark in known[len(marks) : end]]
+        kept = known[len(marks) : end]
+        marks += [mark + moved for mark in kept] if moved else kept
         self._write(memoryview(self._past.text)[start : known[end]])
         inside: Any = loop
         inside._iterator = iter(messages[end:])
@@ -302,10 +305,17 @@ def frozen(value: Any) -> Frozen | None:
     return None
 
 
-def keys_of(given: Sequence[Any], made: Sequence[Any]) -> list[int | None]:
-    """A number for each message that an earlier body had, too, as far as `made` is made of it alone."""
-    if len(given) != len(made):
-        return []
+def keys_of(given: Sequence[Any], made: Sequence[Any]) -> Sequence[int | None]:
+    """A number for each message that another body may have, too, as far as `made` is made of it alone.
+
+    Empty where none may be in another one.
+    """
+    kinds = set(map(type, given))
+    if len(given) != len(made) or Kept not in kinds:
+        return ()
+    # Most bodies: without a step for each of 100 messages.
+    if len(kinds) == 1 and not any(map(is_not, map(_made, given), made)):
+        return list(map(_number, given))
     return [
         one.number if type(one) is Kept and one.made is other else None
         for one, other in zip(given, made, strict=True)

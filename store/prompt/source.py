@@ -161,6 +161,9 @@ def _load_local(tokenizer: str, cache_bytes: int) -> LocalPrompts:
     # Importing transformers takes most of a second: done here, in the thread, it delays nobody's start.
     # Without torch, which tokenizers do not need, it would print a warning.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    # The tokenizer's own threads take what comes last last: a short text of the event loop waited for all the
+    # texts that the search for a fast encoder had given them, 4 to 6 s. Here each thread encodes for itself.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from store.prompt.local import LocalPrompts
 
     return LocalPrompts.load(tokenizer, cache_bytes=cache_bytes)

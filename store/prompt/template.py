@@ -19,12 +19,23 @@ from jinja2 import nodes
 ContentFormat: TypeAlias = Literal["string", "openai"]
 
 
+# Keywords of transformers' apply_chat_template, which reach it whether the template reads them or not.
+_TEMPLATE_CALL: Final = frozenset(
+    (
+        *("self", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    )
+)
+_NEVER_SEEN: Final = frozenset(("chat_template", "tokenize"))
+
+
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """`variables` are the names the template reads and does not define: other keywords never reach it."""
+    """keywords: names of those that reach the template, or transformers' call of it."""
 
     content_format: ContentFormat
-    variables: frozenset[str]
+    keywords: frozenset[str]
     knows_developer: bool
 
 
@@ -37,7 +48,8 @@ def read_template(source: str, environment: jinja2.Environment) -> TemplateFacts
     tree = environment.parse(source)
     return TemplateFacts(
         content_format=_content_format(tree),
-        variables=frozenset(jinja2.meta.find_undeclared_variables(tree)),
+        # Besides those, names that the template reads and does not define.
+        keywords=_TEMPLATE_CALL | (jinja2.meta.find_undeclared_variables(tree) - _NEVER_SEEN),
         knows_developer='"developer"' in source or "'developer'" in source,
     )
 

@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv/bin/python"
 ADMIN = {"authorization": "Bearer t"}
 MODEL = "moongate-tiny"
-# Faults are for turns alone, not for probes.
-CHAT, RESPONSES, MESSAGES = "/v1/chat", "/v1/responses", "/v1/messages"
+# Faults are for turns alone, not for the gateway's own questions below these paths, nor for probes.
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
 
 def ask(url: str, body: object = None, headers: dict[str, str] | None = None) -> Any:

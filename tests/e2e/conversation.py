@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,10 +41,25 @@ class Answered:
     pool_tokens: int
     cached: int
     seconds: float
+    request_id: str
 
     @property
     def predicted(self) -> int:
         return max(self.local_tokens, self.pool_tokens)
+
+
+def mispredicted(turns: Sequence[Answered]) -> list[Answered]:
+    """Turns of one conversation that found something else than what was predicted.
+
+    One that goes to another worker than the turn before pulls what the pool has by then: more than was
+    predicted is no fault there, as the worker before may still have been storing it.
+    """
+    before = [None, *(turn.worker for turn in turns)]
+    return [
+        turn
+        for turn, worker in zip(turns, before, strict=False)
+        if turn.cached < turn.predicted or (turn.cached > turn.predicted and turn.worker == worker)
+    ]
 
 
 @dataclass
@@ -141,6 +157,7 @@ def answered(headers: httpx.Headers, usage: dict[str, Any], seconds: float = 0.0
         int(headers["x-moongate-pool-tokens"]),
         usage["prompt_tokens_details"]["cached_tokens"],
         seconds,
+        headers["x-request-id"],
     )
     assert found.prompt_tokens == usage["prompt_tokens"]
     return found

@@ -87,16 +87,17 @@ def _answer(answer: httpx.Response) -> tuple[Any, Any]:
         chunks = [msgspec.json.decode(line) for line in lines if line != "[DONE]"]
         usage = next((found for chunk in reversed(chunks) if (found := _usage(chunk))), None)
         shapes: list[Any] = []
-        finished = False
+        end: dict[str, Any] = {}
         for chunk in chunks:
             shape = shape_of(chunk)
-            # A busy engine sends the last text and its end as one.
+            # A busy engine sends the last text, or all of it, and its end as one.
             for choice in shape.get("choices", ()):
-                finished |= choice.get("finish_reason") == "str"
-                choice.pop("finish_reason", None)
+                why = {key: choice.pop(key) for key in ("finish_reason", "stop_reason") if key in choice}
+                if why.get("finish_reason") == "str":
+                    end = why
             if shape not in shapes:
                 shapes.append(shape)
-        return usage, [*shapes, finished, lines[-1] == "[DONE]"]
+        return usage, [*shapes, end, lines[-1] == "[DONE]"]
     try:
         content = msgspec.json.decode(text)
     except msgspec.DecodeError:

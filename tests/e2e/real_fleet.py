@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from conversation import Answered
 from tests.ports import ports
 from workers.launch.model import local_model
 from workers.launch.mooncake import MooncakeMaster
@@ -20,6 +21,9 @@ from workers.launch.server import Server
 
 TOKEN = "e2e-admin-token"  # noqa: S105 - of a fleet on loopback that lives for minutes
 STOP_GRACE_S = 10.0
+# A turn takes 10 ms of work here and hundreds of them a minute come from other tests: by chance alone another
+# worker looks a tenth cheaper, which is when a session leaves its holder by default.
+SETTINGS = "[routing.options]\nstay_share = 1.0\n"
 # Of the workers as `moongate up` starts them.
 BLOCK = 32
 
@@ -112,6 +116,15 @@ class RealFleet:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
+    async def why(self, turns: Iterable[Answered]) -> str:
+        """What each of these turns was decided by, for the message of a failed assertion."""
+        lines: list[str] = []
+        for turn in turns:
+            record = await self.admin(f"decisions/{turn.request_id}")
+            lines.append(f"{turn}: {record['reason']}")
+            lines += [f"    {candidate}" for candidate in record["candidates"]]
+        return "\n".join(lines)
+
     @asynccontextmanager
     async def cordoned(self, name: str) -> AsyncGenerator[None]:
         """Meanwhile the worker gets no new turns."""
@@ -198,6 +211,8 @@ def make(
     own = runs / str(os.getpid()) / served.name
     for folder in (own / "logs", cache):
         folder.mkdir(parents=True, exist_ok=True)
+    settings = own / "gateway.toml"
+    settings.write_text(SETTINGS)
     fleet = LocalFleet(
         engine="vllm",
         workers=workers,
@@ -205,5 +220,6 @@ def make(
         directory=own,
         blocks=blocks,
         worker_args=worker_args,
+        gateway_args=("--config", str(settings)),
     )
     return RealFleet(Plan.make(fleet, served, own, logs=own / "logs", cache=cache))

@@ -17,10 +17,11 @@ import pytest
 import pytest_asyncio
 
 import real_fleet
-from gateway.cli.doctor import examine
+from gateway.cli.examination import examine
 from gateway.cli.remote import RunningGateway
 from hybrid_model import make_hybrid_model
 from real_fleet import BLOCK, TOKEN, RealFleet, RealWorker
+from workers.connecting import trusting
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -190,7 +191,7 @@ async def test_b052_with_all_windows_kept_prefixes_hit_as_in_a_plain_model(hybri
 async def test_the_doctor_tells_which_workers_keep_too_few_windows(hybrids: Hybrids) -> None:
     def examined() -> dict[str, str]:
         with RunningGateway(hybrids.fleet.url, TOKEN) as gateway:
-            return {finding.check: finding.result for finding in examine(gateway, "")}
+            return {finding.check: finding.result for finding in examine(gateway, "", trusting())}
 
     found = await asyncio.to_thread(examined)
     workers = (hybrids.one, hybrids.two, hybrids.dense)

@@ -21,6 +21,7 @@ from store.keys import KeyLayout
 from store.prompt.local import LocalPrompts
 from store.prompt.request import Unrenderable
 from store.streams import EventSource, EventStreams
+from workers.connecting import trusting
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -120,7 +121,7 @@ async def test_b018_b058_chains_with_images_are_those_of_events_and_pool(
 ) -> None:
     prompts = LocalPrompts.load(str(model))
     worker = pictures.workers[0]
-    renderer, seen = WorkerRenderer(""), Announced()
+    renderer, seen = WorkerRenderer("", trusting()), Announced()
     chains: list[Chain] = []
     known = 0
     streams = EventStreams(seen)

@@ -10,11 +10,13 @@ from gateway.knowledge.hot_chains import HotChains
 from gateway.knowledge.resync import Result, Resync
 from gateway.prompts.prompts import Understood
 from gateway.upstream.connections import Connections
+from policies.ledger import Ledger
 from real_fleet import BLOCK, RealFleet, RealWorker
 from store.hashing import HashScheme, chain
 from store.knowledge import Knowledge
 from store.prompt.request import Ids, Prompt
 from store.streams import EventSource, EventStreams
+from workers.connecting import trusting
 from workers.fleet import Fleet
 from workers.launch.vllm import BLOCKS
 from workers.worker import EngineReport, KvEndpoint, ModelCard
@@ -44,10 +46,11 @@ async def test_b015_what_no_event_tells_of_any_more_is_found_by_probes(fleet: Re
     await cached(fleet, worker, held)
     knowledge = Knowledge()
     streams, known = EventStreams(knowledge), Fleet()
-    transport = Connections(connect_s=2, between_chunks_s=10)
+    transport = Connections(tls=trusting(), connect_s=2, between_chunks_s=10)
     results: list[tuple[str, Result]] = []
     resync = Resync(
         fleet=known,
+        ledger=Ledger(),
         knowledge=knowledge,
         streams=streams,
         transport=transport,
@@ -69,9 +72,9 @@ async def test_b015_what_no_event_tells_of_any_more_is_found_by_probes(fleet: Re
     try:
         streams.subscribe(EventSource(worker.name, worker.events, None))
         await fleet.until(lambda: degraded(streams, worker))
-        for tokens in (gone, held):
+        for session, tokens in (("gone", gone), ("held", held)):
             understood = Understood(Prompt(tokens, chain(tokens, SCHEME), "ids"), SCHEME)
-            resync.chains.saw(ParsedTurn("completions", fleet.model), understood)
+            resync.chains.saw(session, ParsedTurn("completions", fleet.model), understood)
         resync.start()
 
         async def found() -> bool:

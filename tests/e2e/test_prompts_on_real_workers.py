@@ -15,7 +15,8 @@ from store.keys import KeyLayout
 from store.prompt.local import LocalPrompts
 from store.prompt.request import Prompt
 from store.streams import EventSource, EventStreams
-from tests.store.prompt.corpus import CHAT, TEXT, Body, bodies, request_of
+from tests.store.prompt.corpus import CHAT, TEXT, bodies, request_of
+from tests.store.prompt.pieces import Body
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

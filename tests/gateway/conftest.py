@@ -1,6 +1,7 @@
 """A real gateway on a real port in front of workers made of raw sockets."""
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,7 +22,9 @@ QUICK = {
     # Of a busy machine: no peer here is slow on purpose.
     "MOONGATE_WORKERS__HEALTH_TIMEOUT_S": "20",
     "MOONGATE_PROMPT__SOURCE": "local",
+    # Nor is anything here to go on from what an earlier gateway left in this directory.
     "MOONGATE_INDEX__SNAPSHOT_PATH": "",
+    "MOONGATE_ROUTING__POLICY_PATH": "",
     # Of what workers are sent tests expect to see every request.
     "MOONGATE_INDEX__PROBES_PER_S": "0",
 }
@@ -55,12 +58,21 @@ class Front:
                     await asyncio.sleep(0.002)
         except TimeoutError:
             running = Counter(getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
-            held = self.gateway.fleet.leases.total_inflight()
-            pytest.fail(f"not within {budget_s:g} s; {held} leases are held, tasks: {dict(running)}")
+            held = self.gateway.ledger.total.inflight
+            async with self.client.get(f"{self.url}/metrics") as page:
+                ended = re.findall(r"^moongate_(?:requests|upstream_errors)_total.*", await page.text(), re.M)
+            pytest.fail(f"not within {budget_s:g} s; {held} leases are held, tasks: {dict(running)}, {ended}")
+
+    async def tokenizers(self) -> None:
+        """Load the workers': on a busy machine that takes longer than a turn waits for its prompt."""
+        prompts = self.gateway.prompts
+        for worker in self.gateway.fleet.workers():
+            for card in worker.models:
+                await prompts.source(worker, card).loaded()
 
     async def idle(self) -> None:
         """Wait until no lease is held."""
-        await self.until(lambda: self.gateway.fleet.leases.total_inflight() == 0)
+        await self.until(lambda: self.gateway.ledger.total.inflight == 0)
 
 
 @asynccontextmanager

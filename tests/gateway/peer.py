@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import ssl
 import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -97,20 +98,22 @@ class Peer:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self, port: int = 0) -> "Peer":
+    async def start(self, port: int = 0, tls: ssl.SSLContext | None = None) -> "Peer":
+        self._scheme = "https" if tls else "http"
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             lambda: asyncio.StreamReaderProtocol(_Reader(limit=1 << 20), self._serve),  # type: ignore[arg-type]
             "127.0.0.1",
             port,
             backlog=2048,
+            ssl=tls,
         )
         self.port: int = self._server.sockets[0].getsockname()[1]
         return self
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self._scheme}://127.0.0.1:{self.port}"
 
     async def stop(self) -> None:
         """Close the listener and cut every connection, as a killed process does."""

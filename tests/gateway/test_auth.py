@@ -107,6 +107,34 @@ async def test_the_token_opens_admin_in_both_headers() -> None:
     assert [caller for _, caller in behind.reached] == ["admin", "admin"]
 
 
+async def test_the_token_is_taken_where_a_clients_key_is() -> None:
+    behind = Behind()
+    guard = Guard(behind, AdminToken("right"), ClientKeys(["client-key"]))
+    path, token = "/v1/chat/completions", [("authorization", "Bearer right")]
+    assert (await ask(guard, "POST", path, token, "10.0.0.9")).status_code == 200
+    assert (await ask(guard, "POST", path, [*token, ("x-api-key", "client-key")])).status_code == 200
+    assert [caller for _, caller in behind.reached] == ["admin", "admin"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "more", "status"),
+    [
+        ("OPTIONS", "/v1/chat/completions", [], 200),
+        ("OPTIONS", "/v1/chat/completions", [("content-length", "0")], 200),
+        ("OPTIONS", "/v1/chat/completions", [("content-length", "9")], 401),
+        ("OPTIONS", "/v1/chat/completions", [("transfer-encoding", "chunked")], 401),
+        ("POST", "/v1/chat/completions", [], 401),
+        ("OPTIONS", "/admin/v1/workers", [], 401),
+    ],
+)
+async def test_a_browser_needs_no_key_to_ask_whether_a_page_may_send_one(
+    method: str, path: str, more: list[tuple[str, str]], status: int
+) -> None:
+    guard = Guard(Behind(), AdminToken("right"), ClientKeys(["client-key"]))
+    asked = [("origin", "https://page.example"), ("access-control-request-method", "POST"), *more]
+    assert (await ask(guard, method, path, asked)).status_code == status
+
+
 async def test_a_generated_token_is_announced_once_and_works_from_this_machine_only() -> None:
     said: list[str] = []
     token = AdminToken("", said.append)

@@ -51,13 +51,13 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
 
 
 def test_names_and_labels_are_those_of_the_design(metrics: Metrics) -> None:
-    metrics.request("chat", "m", "ok")
+    metrics.request("chat", "m", "ok", 0.5)
     metrics.decision("longest_prefix", "local", "longest local prefix", 0.002)
     metrics.prompt_tokens(local=10, pool=20, computed=30)
-    metrics.cached_tokens("w1", "m", "local", predicted=30, actual=28, fair=True)
+    metrics.cached_tokens("w1", "m", "local", predicted=30, actual=28)
+    metrics.cached_tokens("w1", "m", "local", predicted=90, actual=0, excused="pool_unknown")
     metrics.kv_events("w1", "stored", 4)
     metrics.pool_lookup(0.001)
-    metrics.ttft(0.5)
     metrics.upstream_error("w1", "connect")
     metrics.unrenderable("m", "no_template")
     got = samples(metrics)
@@ -67,6 +67,8 @@ def test_names_and_labels_are_those_of_the_design(metrics: Metrics) -> None:
     assert [got["moongate_prompt_tokens_total", (s,)] for s in ("local", "pool", "computed")] == [10, 20, 30]
     assert got["moongate_actual_cached_tokens_total", ()] == 28
     assert got["moongate_prediction_error_tokens_sum", ()] == 2
+    assert got["moongate_prediction_error_tokens_count", ()] == 1
+    assert got["moongate_excused_predictions_total", ("pool_unknown",)] == 1
     assert got["moongate_kv_events_total", ("stored", "w1")] == 4
     assert got["moongate_pool_lookup_seconds_count", ()] == 1
     assert got["moongate_ttft_seconds_sum", ()] == 0.5
@@ -134,11 +136,11 @@ def test_words_of_an_installed_policy_cost_others_none_of_theirs_and_break_no_sc
 @pytest.mark.parametrize(
     "call",
     [
-        lambda m: m.cached_tokens("w", "m", "none", predicted=0, actual=-5, fair=True),
-        lambda m: m.cached_tokens("w", "m", "none", predicted=0, actual=None, fair=True),
+        lambda m: m.cached_tokens("w", "m", "none", predicted=0, actual=-5),
+        lambda m: m.cached_tokens("w", "m", "none", predicted=0, actual=None),
         lambda m: m.prompt_tokens(local=-1, pool=-2, computed=None),
         lambda m: m.kv_events("w1", "stored", -3),
-        lambda m: m.ttft("soon"),
+        lambda m: m.request("chat", "m", "ok", "soon"),
         lambda m: m.request("chat", ["m"], "ok"),
     ],
 )
@@ -169,7 +171,7 @@ def test_a_state_that_cannot_be_read_leaves_the_counters(fleet: Fleet) -> None:
         raise RuntimeError
 
     metrics = Metrics(broken, serves=lambda _: True, knows_worker=lambda _: True)
-    metrics.ttft(1)
+    metrics.request("chat", "m", "ok", 1)
     got = samples(metrics)
     assert got["moongate_ttft_seconds_count", ()] == 1
     assert ("moongate_pool_degraded", ()) not in got

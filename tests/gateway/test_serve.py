@@ -2,21 +2,22 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 
-from gateway.serve import CannotListen, base_url, listen
+from gateway.serve import CannotListen, base_url, listen, warn_if_open
 
 PROJECT = Path(__file__).parents[2]
 PROGRAM = """
-import asyncio, sys
+import asyncio, resource, sys
 from gateway.errors import ResponseCut
 from gateway.serve import configure_logging, listening, run
 from gateway.settings import load
@@ -42,12 +43,16 @@ async def app(scope, receive, send):
         await asyncio.sleep(60)
     await send({"type": "http.response.body", "body": str(scope["server"][1]).encode()})
 
-drain_s = float("inf") if "patient" in sys.argv else 5
+drain_s = float("inf") if "patient" in sys.argv else 0.1 if "hasty" in sys.argv else 5
 drain = {"timeouts.drain_s": drain_s, "timeouts.drain_delay_s": 0}
-settings = load(None, {}, {"server.port": 0, "admin.port": int(sys.argv[1]), **drain})
+host = "0.0.0.0" if "open" in sys.argv else "127.0.0.1"
+flags = {"server.host": host, "server.port": 0, "admin.port": int(sys.argv[1]), **drain}
+settings = load(None, {}, flags)
 configure_logging("debug")
+if "few" in sys.argv:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 with listening(settings) as sockets:
-    run(app, settings, sockets)
+    run(app, settings, sockets, on_full=lambda: print("full", flush=True))
 """
 
 
@@ -97,6 +102,41 @@ async def test_b083_a_stream_under_way_ends_before_the_server_does(words: tuple[
         assert process.returncode == 0
         assert out == b"closed\n"
         assert b"/slow" not in log
+        drain_s = b"inf" if words else b"5"
+        said = [
+            line.partition(b"gateway.serve: ")[2] for line in log.splitlines() if b"turns under way" in line
+        ]
+        assert said[-2:] == [
+            b"told to end by SIGTERM (turns under way: 1): takes more for 0 s, then waits up to "
+            + drain_s
+            + b" s for their end",
+            b"the end (turns under way: 1 ended, 0 cut)",
+        ]
+        assert b"uvicorn" not in log
+
+
+async def test_a_full_disk_that_takes_no_word_of_it_keeps_no_gateway_from_serving() -> None:
+    port = free_port()
+    with await asyncio.to_thread(Path("/dev/full").open, "w") as full:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "gateway.cli", "serve", "--port", str(port)),
+            cwd=PROJECT,
+            env=os.environ | {"MOONGATE_INDEX__SNAPSHOT_PATH": "", "MOONGATE_ROUTING__POLICY_PATH": ""},
+            stdout=full,
+            stderr=full,
+        )
+    try:
+        async with httpx.AsyncClient(timeout=60) as http, asyncio.timeout(60):
+            while True:
+                with suppress(httpx.ConnectError):
+                    assert (await http.get(f"http://127.0.0.1:{port}/health")).status_code == 200
+                    break
+                assert process.returncode is None
+                await asyncio.sleep(0.05)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 async def test_b083_a_second_signal_does_not_wait() -> None:
@@ -109,12 +149,25 @@ async def test_b083_a_second_signal_does_not_wait() -> None:
         assert await anext(chunks) == "begun "
         process.send_signal(signal.SIGTERM)
         assert process.stderr
-        while b"Waiting for connections" not in (line := await process.stderr.readline()):
+        while b"told to end by SIGTERM" not in (line := await process.stderr.readline()):
             assert line
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 3) == 0
+        assert b"the end (turns under way: 0 ended, 1 cut)" in await process.stderr.read()
         with pytest.raises(httpx.RemoteProtocolError):
             await anext(chunks)
+
+
+async def test_turns_that_outlast_the_drain_are_counted_as_cut() -> None:
+    async with serving("0", "hasty") as (process, urls), httpx.AsyncClient() as http:
+        async with http.stream("GET", urls[0] + "/endless") as answer:
+            chunks = answer.aiter_text()
+            assert await anext(chunks) == "begun "
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.RemoteProtocolError):
+                await anext(chunks)
+        _, log = await asyncio.wait_for(process.communicate(), 30)
+        assert b"WARNING gateway.serve: the end (turns under way: 0 ended, 1 cut)" in log
 
 
 async def test_b085_what_is_no_http_gets_our_error_shape() -> None:
@@ -143,6 +196,28 @@ async def test_an_app_that_refuses_to_start_is_an_error() -> None:
         assert b"CannotStart" in log or b"startup failed" in log
 
 
+@pytest.mark.parametrize("words", [(), ("open",)])
+async def test_that_anybody_may_send_turns_is_said_at_the_start(words: tuple[str, ...]) -> None:
+    async with serving("0", "refuse", *words) as (process, _):
+        _, log = await asyncio.wait_for(process.communicate(), 30)
+        assert log.count(b"listens on 0.0.0.0 without client keys") == len(words)
+
+
+def test_with_client_keys_nothing_is_said_of_who_may_send_turns(caplog: pytest.LogCaptureFixture) -> None:
+    with listen("::", 0) as everywhere:
+        warn_if_open(everywhere, "keys")
+        assert caplog.messages == []
+        warn_if_open(everywhere, "")
+    assert len(caplog.messages) == 1
+
+
+def test_where_all_addresses_are_listened_on_those_of_both_kinds_are() -> None:
+    with listen("::", 0) as everywhere:
+        port = everywhere.getsockname()[1]
+        for address in ("::1", "127.0.0.1"):
+            socket.create_connection((address, port), timeout=20).close()
+
+
 def test_listening_twice_names_address_and_reason() -> None:
     with listen("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
@@ -151,3 +226,24 @@ def test_listening_twice_names_address_and_reason() -> None:
             listen("127.0.0.1", port)
     with pytest.raises(CannotListen, match="no-such-host"):
         listen("no-such-host.invalid", 0)
+
+
+async def test_that_clients_are_turned_away_for_want_of_descriptors_is_said_and_counted() -> None:
+    async with serving("0", "few") as (process, urls), httpx.AsyncClient() as http:
+        assert (await http.get(urls[0])).is_success
+        port = int(urls[0].rsplit(":", 1)[1])
+        clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(60)]
+        assert process.stdout
+        assert process.stderr
+        for _ in range(2):
+            assert await asyncio.wait_for(process.stdout.readline(), 30) == b"full\n"
+        for _, writer in clients:
+            writer.close()
+        async with asyncio.timeout(30), httpx.AsyncClient() as another:
+            while True:
+                with suppress(httpx.TransportError):
+                    assert (await another.get(urls[0])).is_success
+                    break
+        process.send_signal(signal.SIGTERM)
+        _, log = await asyncio.wait_for(process.communicate(), 30)
+        assert log.count(b"all of the 40 open files allowed are in use") == 1

@@ -33,7 +33,7 @@ def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
     assert settings.workers.urls == ["http://w:1"]
 
 
-_TEXTS = {"mooncake.events": "tcp://m:5557"}
+_TEXTS = {"mooncake.master": "m:50051", "mooncake.events": "tcp://m:5557"}
 
 
 def test_every_key_has_a_working_environment_variable() -> None:
@@ -152,6 +152,13 @@ def test_render_is_toml_that_loads_to_the_same_settings(
     }
     settings = load(None, {}, flags)
     assert load(None, {}, tomllib.loads(render(settings))) == settings
+
+
+@pytest.mark.parametrize("master", ["master", "http://m:50051", "m:", ":1", "m:50051/", "m:1 "])
+def test_what_is_no_place_of_a_master_is_refused(master: str) -> None:
+    with pytest.raises(SettingsError, match=r"mooncake\.master"):
+        load(None, {}, {"mooncake.master": master})
+    assert load(None, {}, {"mooncake.master": "[::1]:50051"}).mooncake.master
 
 
 @pytest.mark.parametrize("events", ["master:5557", "tcp://master", "ipc:///run/x", "tcp://m:1\n"])

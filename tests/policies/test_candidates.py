@@ -24,6 +24,8 @@ def test_every_figure_comes_to_its_own_field() -> None:
     shown = {"target": "w@4", "excluded": "down", "rates": Rates(prefill_s=7.0)}
     for each in (load, standing):
         shown |= msgspec.structs.asdict(each)
+    # How fast its cache fills is a matter of `pressure`.
+    del shown["recent_pulled"]
     shown |= {RENAMED[name]: value for name, value in msgspec.structs.asdict(prefix).items()}
     assert msgspec.structs.asdict(found) == shown
     assert set(shown) == set(Candidate.__struct_fields__)

@@ -32,12 +32,17 @@ def test_costs_at_once_are_the_costs_of_each(
 def test_of_a_shortlist_the_same_one_is_chosen(
     name: str, fleet: list[Candidate], asked: Turn, alike: bool, off: float
 ) -> None:
-    """off: recent work as columns know it is up to a token more than it is."""
+    """off: recent work as columns know it is up to a token, or 0.05 ms, more than it is."""
     if alike:
         fleet = [replace(fleet[0], target=each.target) for each in fleet]
     policy = registry.make(name)
     assert isinstance(policy, Shortlists)
-    told = [replace(each, recent_tokens=each.recent_tokens + off * (n % 2)) for n, each in enumerate(fleet)]
+    told = [
+        replace(each, recent_tokens=each.recent_tokens + off, recent_s=each.recent_s + off / 20_000)
+        if n % 2
+        else each
+        for n, each in enumerate(fleet)
+    ]
     listed = policy.shortlist(asked, Columns.of(told)).tolist()
     short = [fleet[place] for place in listed]
     assert policy(asked, short).target == policy(asked, fleet).target
@@ -45,7 +50,10 @@ def test_of_a_shortlist_the_same_one_is_chosen(
 
 
 def test_few_are_listed_where_one_stands_out() -> None:
-    idle = [Candidate(f"w{n}", pool_tokens=9_000, recent_tokens=1_000.0 * n) for n in range(200)]
+    idle = [
+        Candidate(f"w{n}", pool_tokens=9_000, recent_tokens=1_000.0 * n, recent_s=0.05 * n)
+        for n in range(200)
+    ]
     fleet = [*idle, Candidate("holder", local_tokens=9_000, pool_tokens=9_000)]
     for name in SHORT:
         policy = registry.make(name)

@@ -11,12 +11,15 @@ from fleets import FIELDS, RATES, candidates, draws, turn, turns
 from policies import registry
 from policies.candidates import NOTHING, Prefix, Standing, candidate
 from policies.document import read
-from policies.ledger import Ledger, Ticket
+from policies.ledger import Ledger
+from policies.page import Lease
 from policies.plan import Plan
 from policies.sessions import Sessions
 from policies.types import Candidate, Rates, Turn
 
 NAMES = registry.names()
+# What a token of a prompt takes as long as nothing was measured.
+TOKEN_S = Rates().prefill_s
 # Those that put work where there is less of it; the others ignore load on purpose.
 EVEN = ["longest_prefix", "expected_ttft", "session", "least_loaded", "power_of_two", "prefix_hash"]
 PREFIX_AWARE = ["longest_prefix", "expected_ttft"]
@@ -43,7 +46,7 @@ def test_the_choice_is_eligible_and_does_not_depend_on_the_order(
 
 
 # What a policy does not read a replay leaves out: see `registry.Kind`.
-TIMES = ("rates", "pressure", "turn_s", "head_s", "capacity_tokens", "held_tokens", "decoding_tokens")
+TIMES = ("rates", "pressure", "turn_s", "ahead_s", "capacity_tokens", "held_tokens", "decoding_tokens")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -179,7 +182,10 @@ def test_imbalance_is_bounded_when_turns_come_one_at_a_time(name: str, seed: flo
     recent: dict[str, float] = defaultdict(float)
     held: dict[str, int] = defaultdict(int)
     for i, size in enumerate(sizes):
-        fleet = [Candidate(t, local_tokens=held[t], recent_tokens=recent[t]) for t in "abcd"]
+        fleet = [
+            Candidate(t, local_tokens=held[t], recent_tokens=recent[t], recent_s=recent[t] * TOKEN_S)
+            for t in "abcd"
+        ]
         asked = turn(8000 + size, (seed + i * 0.618) % 1, number=i, session=f"s{i}", head=1)
         chosen = decide(asked, fleet).chosen
         assert chosen is not None
@@ -200,7 +206,7 @@ def test_b021_new_sessions_that_share_a_head_do_not_all_go_to_who_has_it(
     """138 in a minute: what all of them went to one worker by, and the other had none."""
     decide, ledger, held = registry.make(name), Ledger(), set[str]()
     counts: Counter[str] = Counter()
-    under_way: list[tuple[float, Ticket]] = []
+    under_way: list[tuple[float, Lease]] = []
     for i in range(138):
         now = i * 60 / 138
         while under_way and under_way[0][0] <= now:
@@ -220,9 +226,9 @@ def test_b021_new_sessions_that_share_a_head_do_not_all_go_to_who_has_it(
         assert chosen is not None
         counts[chosen.target] += 1
         held.add(chosen.target)
-        ticket = ledger.sent(asked, chosen, now)
-        ticket.first_token(now + 0.1, answered=False)
-        under_way.append((now + max(0.2, answer_s), ticket))
+        lease = ledger.sent(asked, chosen, now)
+        lease.first_token(now + 0.1, answered=False)
+        under_way.append((now + max(0.2, answer_s), lease))
     if tail * 138 < head and (name == "expected_ttft" or not answer_s):
         return  # All of it is less than computing the head again, and no first token waits.
     # The other one was as much ahead as the head takes.
@@ -282,8 +288,8 @@ def test_a_target_of_twice_the_weight_gets_about_twice_as_much(name: str) -> Non
     work = {"a": 0.0, "b": 0.0}
     for i in range(300):
         fleet = [
-            Candidate("a", recent_tokens=work["a"], weight=2.0),
-            Candidate("b", recent_tokens=work["b"]),
+            Candidate("a", recent_tokens=work["a"], recent_s=work["a"] * TOKEN_S, weight=2.0),
+            Candidate("b", recent_tokens=work["b"], recent_s=work["b"] * TOKEN_S),
         ]
         asked = turn(1000, (i * 0.618) % 1, number=i, session=f"s{i}", head=i)
         work[decide(asked, fleet).target or ""] += 1000

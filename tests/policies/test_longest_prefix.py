@@ -136,6 +136,14 @@ FIRST_TURNS = [
         [Candidate("a", coming_tokens=8000, queued_tokens=9800, inflight=9), Candidate("b")],
         "b",
     ),
+    (
+        "even to where more was done for sessions that were there before",
+        [
+            Candidate("a", coming_tokens=8000, queued_tokens=9800, inflight=9),
+            Candidate("b", recent_tokens=30_000),
+        ],
+        "b",
+    ),
 ]
 
 

@@ -4,12 +4,14 @@ from random import Random
 
 import pytest
 
-from policies.ledger import Ledger, Ticket
+from policies.ledger import Ledger
+from policies.page import Lease
 from policies.rates import InUnits, Learner, Work
 from policies.types import BELIEVED, Candidate, Rates, Turn
-from workers.sim.engine import Engine, Limits, Started
+from workers.sim.engine import Engine, Limits
 from workers.sim.engine import Rates as EngineRates
-from workers.sim.engine import Turn as EngineTurn
+from workers.sim.turn import Started
+from workers.sim.turn import Turn as EngineTurn
 
 SLOW = EngineRates(prefill_tok_s=5_000.0, step_s=0.007, decode_seq_s=0.0)
 LIMITS = Limits(blocks=100_000, block_size=16)
@@ -27,23 +29,23 @@ class Worker:
 
     def turns(self, *sizes: int) -> None:
         """All sent at once; returns when each has its first token."""
-        tickets = {}
+        leases = {}
         for size in sizes:
             turn = Turn(size, 0.0)
             load = self.ledger.load(self.name, self.now)
             chosen = Candidate(self.name, inflight=load.inflight, queued_turns=load.queued_turns)
-            tickets[size] = self.ledger.sent(turn, chosen, self.now)
+            leases[size] = self.ledger.sent(turn, chosen, self.now)
             first = next(self.numbers)
             chain = range(first, first + size // 16 + 2)
             self.engine.advance(self.now)
             self.engine.submit(EngineTurn(chain, size, 1, owner=size), self.now)
-        while tickets:
+        while leases:
             self.now = self.engine.next_at()
             for effect in self.engine.advance(self.now):
                 if isinstance(effect, Started):
-                    ticket = tickets.pop(effect.turn.owner)
-                    ticket.first_token(self.now)
-                    ticket.ended(self.now)
+                    lease = leases.pop(effect.turn.owner)
+                    lease.first_token(self.now)
+                    lease.ended(self.now)
         self.now += 1.0
 
     @property
@@ -203,7 +205,7 @@ def test_targets_that_are_alike_have_the_same_rates_though_chance_gives_each_its
     alike.share(8)
     learners = [taught(seed, 1.0, alike) for seed in range(8)]
     assert len({learner.rates for learner in learners}) == 8
-    assert {learner.among(alike) for learner in learners} == {alike.rates}
+    assert {learner.among(alike, 40.0) for learner in learners} == {alike.rates}
 
 
 def test_one_that_is_slower_has_its_own_and_does_not_make_the_others_look_slow() -> None:
@@ -211,17 +213,17 @@ def test_one_that_is_slower_has_its_own_and_does_not_make_the_others_look_slow()
     alike.share(8)
     learners = [taught(seed, 3.0 if seed == 5 else 1.0, alike) for seed in range(8)]
     slow = learners.pop(5)
-    assert slow.among(alike) == slow.rates
+    assert slow.among(alike, 40.0) == slow.rates
     assert seconds(slow.rates, 4000) == pytest.approx(3 * 0.42, rel=0.2)
     for learner in learners:
-        assert seconds(learner.among(alike), 4000) == pytest.approx(0.42, rel=0.15)
+        assert seconds(learner.among(alike, 40.0), 4000) == pytest.approx(0.42, rel=0.15)
 
 
 def test_between_the_two_its_rates_are_mixed() -> None:
     alike = Learner()
     alike.share(8)
     learners = [taught(seed, 1.65 if seed == 5 else 1.0, alike) for seed in range(8)]
-    mixed = seconds(learners[5].among(alike), 4000)
+    mixed = seconds(learners[5].among(alike, 40.0), 4000)
     assert seconds(alike.rates, 4000) < mixed < seconds(learners[5].rates, 4000)
 
 
@@ -238,11 +240,8 @@ class TestLedger:
         two = ledger.sent(turn, Candidate("w", pool_tokens=600, own_segment_tokens=100), 0.0)
         load = ledger.load("w", 0.5)
         assert (load.queued_tokens, load.queued_turns, load.inflight) == (1200, 2, 2)
-        assert (load.queued_own_tokens, load.queued_remote_tokens) == (100, 500)
-        assert (load.head_tokens, load.head_s) == (800, 0.5)
         one.first_token(1.0)
-        assert ledger.load("w", 1.5).head_tokens == 400
-        assert ledger.load("w", 1.5).head_s == 0.5
+        assert ledger.load("w", 1.5).queued_tokens == 400
         two.ended(2.0)
         two.ended(2.0)
         one.ended(2.0)
@@ -278,14 +277,14 @@ class TestLedger:
     def test_after_that_learning_goes_on_with_the_next_clean_turn(self) -> None:
         ledger = Ledger()
         gone = ledger.sent(Turn(1000, 0.0), Candidate("w"), 0.0)
-        tickets = [ledger.sent(Turn(1000, 0.0), Candidate("w"), 0.1) for _ in range(3)]
+        leases = [ledger.sent(Turn(1000, 0.0), Candidate("w"), 0.1) for _ in range(3)]
         gone.ended(0.5)
-        for i, ticket in enumerate(tickets):
-            ticket.first_token(1.0 + i)
+        for i, lease in enumerate(leases):
+            lease.first_token(1.0 + i)
         assert ledger.samples("w") == 1
         assert ledger.rates("w", 3.0).prefill_s > 5e-4
 
-    def test_a_target_that_is_forgotten_starts_anew_and_old_tickets_do_no_harm(self) -> None:
+    def test_a_target_that_is_forgotten_starts_anew_and_old_leases_do_no_harm(self) -> None:
         ledger = Ledger()
         old = ledger.sent(Turn(1000, 0.0), Candidate("w"), 0.0)
         ledger.forget("w")
@@ -296,18 +295,21 @@ class TestLedger:
 
     def test_b022_what_a_target_was_sent_to_compute_is_coming_until_its_first_token(self) -> None:
         ledger = Ledger()
-        ticket = ledger.sent(Turn(100, 0.0), Candidate("w"), 0.0, keys=[1, 2, 3, 4])
+        lease = ledger.sent(Turn(100, 0.0), Candidate("w"), 0.0, keys=[1, 2, 3, 4])
         assert ledger.coming("w", [1, 2, 3, 9, 10]) == 3
         assert ledger.coming("w", [5, 2]) == 0
         assert ledger.coming("other", [1]) == 0
-        ticket.first_token(1.0)
+        # Who knows what is held there already asks for what is more.
+        assert [ledger.coming("w", [1, 2, 3, 9], known) for known in (2, 3, 4)] == [3, 3, 4]
+        assert ledger.coming("other", [1, 2], 2) == 2
+        lease.first_token(1.0)
         assert ledger.coming("w", [1, 2, 3]) == 0
 
     def test_b045_what_other_gateways_sent_is_known_from_the_workers_reports(self) -> None:
         gateways = [Ledger(), Ledger()]
         stays = [[g.sent(Turn(1000, 0.0), Candidate("w"), 0.0) for _ in range(20)] for g in gateways]
-        for ticket in (*stays[0], *stays[1]):
-            ticket.first_token(1.0)
+        for lease in (*stays[0], *stays[1]):
+            lease.first_token(1.0)
 
         def reports(requests: int) -> None:
             for _ in range(20):
@@ -350,6 +352,20 @@ class TestLedger:
         assert ledger.load("w", 0.2).held_tokens == pytest.approx(2900, rel=0.01)
 
 
+def test_turns_that_one_step_computes_with_one_that_teaches_nothing_teach_nothing_either() -> None:
+    """Their first tokens come at once, whichever of them took how long."""
+    ledger = Ledger()
+    head = ledger.sent(Turn(1000, 0.0), Candidate("w", coming_tokens=800), 0.0)
+    others = [ledger.sent(Turn(1000, 0.0), Candidate("w"), 0.0) for _ in range(4)]
+    head.first_token(0.5)
+    for number, lease in enumerate(others):
+        lease.first_token(0.5 + number * 1e-4)
+    assert ledger.samples("w") == 0
+    assert ledger.rates("w", 0.6) == BELIEVED
+    ledger.sent(Turn(1000, 0.0), Candidate("w"), 0.6).first_token(1.1)
+    assert ledger.samples("w") == 1
+
+
 def test_what_was_learned_of_one_holds_for_its_like_at_once_as_long_as_nothing_is_known_of_them() -> None:
     ledger = Ledger()
     for target in ("slow", "other"):
@@ -364,18 +380,18 @@ def test_a_busy_target_does_not_seem_faster_for_first_steps_that_overlap() -> No
     ledger = Ledger(Rates(prefill_s=4e-5, growth_s=0.0, first_s=1.3, decode_s=0.0))
     expected: dict[str, float] = {}
     for target, every in (("idle", 5.0), ("busy", 0.4)):
-        events: list[tuple[float, bool, Ticket | None]] = [(every * n, True, None) for n in range(80)]
+        events: list[tuple[float, bool, Lease | None]] = [(every * n, True, None) for n in range(80)]
         free_at = 0.0
         while events:
-            now, comes, ticket = events.pop(0)
+            now, comes, lease = events.pop(0)
             if comes:
                 turn, chosen = Turn(3000, 0.5, block_size=16), Candidate(target)
                 free_at = max(free_at, now + 1.3) + 3000 * 4e-5
                 events.append((free_at, False, ledger.sent(turn, chosen, now, group=target)))
                 events.sort(key=lambda event: event[0])
-            elif ticket is not None:
-                ticket.first_token(now)
-                ticket.ended(now)
+            elif lease is not None:
+                lease.first_token(now)
+                lease.ended(now)
         rates = ledger.rates(target, 400.0)
         expected[target] = rates.first_s + 3000 * rates.prefill_s
     assert expected["busy"] > 0.9 * expected["idle"]

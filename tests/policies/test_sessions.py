@@ -179,18 +179,21 @@ def test_what_is_kept_is_bounded_and_consistent(turns: list[tuple[int, int, str,
         assert len(group.tips) <= 2 * 4
 
 
-def test_a_turn_of_80000_tokens_costs_less_than_20_us() -> None:
-    book, chain = Book(), [hash(("k", i)) for i in range(5000)]
-    for i in range(200):
-        book.ask([*chain[: 10 * i], *(hash((i, j)) for j in range(3000))])
-    times: list[float] = []
-    for turn in range(200):
-        asked = chain[: 4000 + 5 * turn]
-        begun = perf_counter()
-        book.turn(asked)
-        times.append(perf_counter() - begun)
-    # 8 us where nothing else runs; the least of many is free of what else the machine does.
-    assert min(times) < 20e-6
+def test_a_turn_of_80000_tokens_costs_little_more_than_one_of_1000() -> None:
+    def least(blocks: int) -> float:
+        """Seconds of a session's turn of so many blocks, beside 200 other sessions; 8 us."""
+        book, chain = Book(), [hash(("k", i)) for i in range(5000 + blocks)]
+        for i in range(200):
+            book.ask([*chain[: 10 * i], *(hash((i, j)) for j in range(3000))])
+        times: list[float] = []
+        for turn in range(200):
+            asked = chain[: blocks + 5 * turn]
+            begun = perf_counter()
+            book.turn(asked)
+            times.append(perf_counter() - begun)
+        return min(times)
+
+    assert least(4000) < 4 * least(60)
 
 
 class TestExpectation:

@@ -1,7 +1,7 @@
 """No schedule can be below the bounds: random traces, fleets and policies, turn by turn."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policies.registry import make, names
@@ -132,6 +132,14 @@ def test_the_bound_of_a_lone_turn_is_what_it_takes() -> None:
     assert jobs[-1].ended == pytest.approx(least.duration_s(jobs, 1.0))
 
 
+def test_the_bound_of_a_run_does_not_end_before_those_who_come_last_can() -> None:
+    trace = timed([([], 100, 0.0), ([], 100, 50.0)])
+    least = bounds(trace, PROFILES[:1], None)
+    jobs = Run(trace, Fleet(PROFILES[0], 1, None), Load(1), make("round_robin"), 0, [0.0, 0.0]).run().jobs
+    assert jobs[-1].ended == pytest.approx(least.duration_s(jobs, 1.0))
+    assert jobs[-1].ended > 50.0
+
+
 def test_what_others_may_have_computed_need_not_be_computed() -> None:
     trace = closed([[(1000, 50, 0.0)], [(700, 50, 0.0)]], 640)
     assert [least[0].unseen for least in bounds(trace, PROFILES[:1], 2).turns] == [1000, 700]
@@ -144,6 +152,7 @@ CHAINS = [Pieces([range(1, 5), range(100 * branch, 100 * branch + 8)]) for branc
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 12), st.integers(0, 2)), max_size=20))
+@example([(1, 4, 0), (0, 5, 0), (1, 5, 0)])  # one goes on from where the other parts from it
 def test_seen_knows_of_every_block_who_saw_it(steps: list[tuple[int, int, int]]) -> None:
     seen = Seen()
     plain: dict[int, set[int]] = {}

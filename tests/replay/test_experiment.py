@@ -1,17 +1,21 @@
 """Whole runs, small: what a fleet gains by its pool, by placement, and by whom turns are sent to."""
 
 import json
+import shlex
 from dataclasses import replace as dc_replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from installing import installer
 from msgspec.structs import replace
+from typer.testing import CliRunner
 
+from gateway.cli.main import app
 from replay import report
 from replay.command import ReplayError, replay
 from replay.experiment import BadExperiment, run
-from small_runs import SMALL, codex, experiment
+from small_runs import SMALL, codex, experiment, written
 
 KEYS = {
     "hit_rate",
@@ -78,6 +82,16 @@ def test_private_dram_holds_what_hbm_cannot_for_those_who_come_back(tmp_path: Pa
     both = run(experiment(file, "round_robin", figures=figures)).measures["round_robin"]
     assert both.hit_rate > moving.hit_rate
     assert 0 < both.remote_pool < both.local + both.dram + both.own_segment
+
+
+@pytest.mark.parametrize("hbm_tokens", [12_800, 19_200])
+def test_what_a_preempted_turn_finds_again_is_not_counted_again(tmp_path: Path, hbm_tokens: int) -> None:
+    figures = {**SMALL, "hbm_tokens": hbm_tokens}
+    each = run(experiment(codex(tmp_path), instances=1, figures=figures)).measures["round_robin"]
+    assert each.preemptions > 10
+    assert each.local_share == 1.0
+    shares = (each.local, each.dram, each.own_segment, each.remote_pool, each.computed)
+    assert sum(shares) == pytest.approx(1.0, abs=1e-9)
 
 
 def test_prefill_that_grows_with_context_takes_longer_at_the_end_of_a_long_prompt(tmp_path: Path) -> None:
@@ -177,15 +191,101 @@ def test_words_that_say_nothing_are_refused(tmp_path: Path, words: dict[str, obj
 
 
 def test_a_trace_without_a_turn_that_fits_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadExperiment, match="no turn"):
-        run(experiment(codex(tmp_path, 2), figures={"max_model_len": 100}))
+    for key in ("max_model_len", "hbm_tokens"):
+        with pytest.raises(BadExperiment, match=rf"within {key} = 100: the shortest has 2,148 tokens"):
+            run(experiment(codex(tmp_path, 2), figures={key: 100}))
+
+
+def test_where_an_installed_policy_fails_the_fallback_decides_as_in_the_gateway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = installer(tmp_path, monkeypatch)
+    put("shaky", SHAKY)
+    file = codex(tmp_path, 6)
+    outcome = run(experiment(file, "shaky", "least_loaded"))
+    shaky, fallback = outcome.measures["shaky"], outcome.measures["least_loaded"]
+    assert (shaky.turns, shaky.policy_failures) == (84, 84)
+    assert shaky.ttft_s == fallback.ttft_s
+    assert "shaky failed for 84 turns" in report.table(outcome)
+    assert "shaky: ZeroDivisionError: division by zero" in report.table(outcome)
+    assert (fallback.policy_failures, outcome.clairvoyant.policy_failures) == (0, 0)
 
 
 def test_longer_turns_than_the_model_takes_cut_their_session_off(tmp_path: Path) -> None:
     outcome = run(experiment(codex(tmp_path, 11), figures={"max_model_len": 3000}))
-    assert outcome.truncated == 11
+    assert (outcome.truncated, outcome.dropped) == (11, 0)
     assert outcome.measures["round_robin"].turns == 22
 
+
+def test_sessions_that_are_left_out_whole_are_not_counted_among_those_cut_off(tmp_path: Path) -> None:
+    rows = [
+        {"sid": f"s{n}", "shared": 0, "first": 2000 * n, "turns": [[2000 * n, 100, 0.0], [1500, 100, 1.0]]}
+        for n in (1, 2, 3)
+    ]
+    outcome = run(experiment(written(tmp_path / "t.jsonl", rows), figures={"max_model_len": 5000}, active=1))
+    assert (outcome.sessions, outcome.truncated, outcome.dropped) == (2, 1, 1)
+    assert "2 sessions, 1 of them cut off" in report.table(outcome)
+    assert "(1 more left out whole)" in report.table(outcome)
+
+
+def test_flags_that_set_a_pace_are_refused_where_they_would_have_no_effect(tmp_path: Path) -> None:
+    rows = [{"timestamp": 500 * n, "input_length": 900, "output_length": 9} for n in range(9)]
+    file = written(tmp_path / "timed.jsonl", rows)
+    nothing: dict[str, Any] = {"format": "aiperf", "active": None, "ramp_s": None}
+    for flag, given in (("--active", {"active": 2}), ("--ramp", {"ramp_s": 9.0}), ("--rate", {"rate": 2.0})):
+        with pytest.raises(BadExperiment, match=f"says when its sessions begin: {flag} would have no effect"):
+            run(experiment(file, **{**nothing, **given}))
+    found = report.document(run(experiment(file, **nothing)))["run"]
+    assert (found["active"], found["ramp_s"], found["rate"]) == (None, None, None)
+    for given in ({"active": 2}, {"ramp_s": 9.0}):
+        with pytest.raises(BadExperiment, match="with --rate sessions come whatever is under way"):
+            run(experiment(codex(tmp_path, 3), **{"active": None, "ramp_s": None, "rate": 2.0, **given}))
+    found = report.document(run(experiment(codex(tmp_path, 3), active=None, ramp_s=None, rate=2.0)))["run"]
+    assert (found["active"], found["ramp_s"], found["rate"]) == (None, None, 2.0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--pool off --active 4 --sessions 6 --policy random",
+        "--policy session --rate 0.5 --head 512 --think 0.5 --warmup 0 --seed 3 --set hbm_tokens=19200.0",
+        "--option expected_ttft.tie_share=0.2 --unlike 1:step_s=0.02,prefill_tok_s=9000 --fail 3 --fail 9.5"
+        " --down 4 --ramp 2 --active 5 --policy expected_ttft --placement owner",
+    ],
+)
+def test_a_report_says_how_to_run_it_again(tmp_path: Path, words: str) -> None:
+    file, out, page = codex(tmp_path, 5, 4), tmp_path / "out.json", tmp_path / "out.html"
+    given = [
+        "replay",
+        file,
+        "--format",
+        "codex_like",
+        "--profile",
+        "qwen3-32b-2xh100",
+        "--instances",
+        "3",
+        "--jobs",
+        "1",
+    ]
+    first = CliRunner().invoke(app, [*given, *words.split(), "--json", str(out), "--html", str(page)])
+    assert first.exit_code == 0, first.output
+    one = out.read_bytes()
+    command = json.loads(one)["run"]["command"]
+    assert f"Again: {command}" in first.output.splitlines()
+    assert f"<code>{command}</code>" in page.read_text()
+    out.unlink()
+    again = CliRunner().invoke(app, [*shlex.split(command)[1:], "--json", str(out)])
+    assert again.exit_code == 0, again.output
+    assert out.read_bytes() == one
+
+
+SHAKY = """
+def make(options):
+    def decide(turn, candidates):
+        return 1 / 0
+
+    return decide
+"""
 
 DEATHS = {"failures": (6.0, 14.0, 22.0), "down_s": 5.0, "placement": "owner"}
 
@@ -289,7 +389,8 @@ def test_the_cost_model_keeps_the_load_even_and_finds_as_much_as_rotation(
     def ratio(key: str) -> float:
         return mean("expected_ttft", key) / mean("round_robin", key)
 
-    assert mean("expected_ttft", "imbalance") <= 1.15
+    # Of as few as these one instance gets 1.4 times the mean with one seed in five.
+    assert mean("expected_ttft", "imbalance") <= 1.3
     # Sessions this much alike are ideal for rotation.
     assert ratio("ttft_p99_s") <= 1.1 or mean("expected_ttft", "ttft_p99_s") < 0.21
     assert ratio("hit_rate") >= 0.85

@@ -7,7 +7,7 @@ from replay.instance import Job
 from replay.measure import ideal_hits, measure
 from replay.traces.codex_like import growing
 from replay.traces.types import Trace
-from workers.sim.engine import Turn
+from workers.sim.turn import Turn
 
 
 def test_a_turn_that_is_asked_again_could_find_all_of_its_prompt() -> None:

@@ -38,6 +38,19 @@ def test_what_was_looked_up_last_goes_last_and_nothing_goes_while_leased() -> No
     assert full.refused_blocks == 26
 
 
+def test_what_lies_beyond_a_look_up_in_another_segment_is_not_renewed_with_it() -> None:
+    pool = PoolModel([20, 20], "owner")
+    pool.put(chain(0, 10), 10, 0, now=0)
+    assert pool.put(chain(0, 20), 20, 1, now=1) == (10, 0)
+    pool.put(chain(1, 16), 16, 1, now=2)
+    assert pool.parts(chain(0, 20), 0, 20) == [Part(0, 10), Part(1, 10)]
+    assert pool.lookup(chain(0, 20), 9, now=3) == 9
+    # For 10 blocks more than the 32 that are there two must go: of those that were touched longest ago.
+    assert pool.put(chain(2, 14), 14, 0, now=3 + LEASE_S) == (10, 0)
+    assert pool.prefix(chain(0, 20), 20) == 18
+    assert pool.prefix(chain(1, 16), 16) == 16
+
+
 STEPS = st.lists(
     st.tuples(
         st.integers(0, 3),

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 
+from nobody import Nobody
+
 from policies import registry
 from policies.types import Candidate, Decision, Turn
 from replay import profile as profiles
 from replay.clairvoyant import Clairvoyant
 from replay.clock import Clock
 from replay.driver import Failure, Fleet, Load, Run
-from replay.instance import Blocks, Instance, Job, schedule
+from replay.instance import Instance, Job, schedule
 from replay.traces.codex_like import growing
 from replay.traces.types import Session, Trace
 
@@ -40,30 +42,22 @@ def test_an_instance_that_is_back_is_known_for_nothing_that_it_did_before_it_die
     assert all(each.recent_tokens > 0 and each.turn_s > 0 for each in others)
 
 
-class Nobody:
-    """Hears what happens, and does nothing."""
-
-    def stored(self, instance: int, blocks: Blocks, now: float) -> None: ...
-    def removed(self, instance: int, blocks: Blocks, now: float) -> None: ...
-    def prefilled(self, job: Job, now: float) -> None: ...
-    def started(self, job: Job, now: float) -> None: ...
-    def ended(self, job: Job, now: float) -> None: ...
-
-
 class Rig:
     """Three instances, and a clairvoyant who sends them turns of these sessions."""
 
     def __init__(self, to_come: Sequence[float]) -> None:
         self.clock = Clock()
-        links = schedule(self.clock)
-        self.instances = [Instance(n, PROFILE, self.clock, links, None, Nobody()) for n in range(3)]
+        links, self.changed = schedule(self.clock), set[int]()
+        self.instances = [
+            Instance(n, PROFILE, self.clock, links, None, Nobody(), self.changed) for n in range(3)
+        ]
         for each in self.instances:
             each.know(self.instances)
-        self.chooser = Clairvoyant(self.instances, None, to_come, 0.0)
         steps, thinks = [(6_400, 64), (640, 64), (640, 64)], [1.0] * 3
         self.sessions: list[Session] = [
             growing(f"s{n}", n, 0, steps, thinks, SIZE) for n in range(len(to_come))
         ]
+        self.chooser = Clairvoyant(self.instances, None, self.sessions, to_come, 0.0, self.changed)
         self.asked = 0
 
     def turn(self, session: int, place: int, *, begins: bool = True) -> tuple[Job, int | None]:
@@ -114,10 +108,12 @@ def test_a_turn_leaves_its_holder_only_for_an_earlier_answer() -> None:
     assert holder is not None
     waiting = Job(1, 0, 50, growing("x", 9, 0, [(200_000, 4)], [0.0], SIZE).turns[0], rig.clock.now)
     rig.instances[holder].jobs[waiting] = None
+    rig.changed.add(holder)
     # Ten seconds of work are ahead there; its own prompt takes a third of a second anywhere.
     _, chosen = rig.turn(0, 1, begins=False)
     assert chosen != holder
     del rig.instances[holder].jobs[waiting]
+    rig.changed.add(holder)
     _, chosen = rig.turn(0, 1, begins=False)
     assert chosen == holder
 

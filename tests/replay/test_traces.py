@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,44 @@ def test_aiperf_turns_add_to_their_session(tmp_path: Path) -> None:
     assert trace.sessions[0].turns[1].think_s == 2
     assert shared(trace, (0, 0), (0, 1)) == 640
     assert shared(trace, (0, 0), (1, 0)) == 0
+
+
+def test_copies_of_aiperf_sessions_are_sessions_of_their_own_and_of_those_with_ids_there_are_none(
+    tmp_path: Path,
+) -> None:
+    rows: list[dict[str, object]] = [
+        {"session_id": "a", "input_length": 640, "output_length": 64},
+        {"input_length": 640, "output_length": 1},
+        {"session_id": "a", "input_length": 64, "output_length": 1, "delay": 500},
+    ]
+    trace = load(written(tmp_path / "t", rows), "aiperf", 64, sessions=5)
+    assert [each.name for each in trace.sessions] == ["a", "line 2", "a (2)", "line 2 (2)", "a (3)"]
+    assert [len(each.turns) for each in trace.sessions] == [2, 1, 2, 1, 2]
+    assert trace.copies == 3
+    assert shared(trace, (0, 1), (2, 1)) == 0
+    named = [{"session_id": "a", "input_length": 512, "hash_ids": [1]}, *rows[1:2]]
+    trace = load(written(tmp_path / "n", named), "aiperf", 64, sessions=4)
+    assert [each.name for each in trace.sessions] == ["a", "line 2", "line 2 (2)"]
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "evaluation.md"
+# Of the samples: sessions, their prompts in tokens, and pauses of the last one that has any.
+SAMPLES = {
+    "aiperf": ([[9000, 10500], [7000]], 4.0),
+    "codex_like": ([[9000, 10500]], 8.5 - 1 - 300 / 70),
+    "mooncake": ([[1200], [1600]], 0.0),
+    "claude_code": ([[6400, 6720]], 2.5),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_samples_in_the_docs_are_traces(tmp_path: Path, name: str) -> None:
+    prompts, pause_s = SAMPLES[name]
+    (sample,) = re.findall(rf"^```jsonl {name}\n(.*?)^```$", DOCS.read_text(), re.M | re.S)
+    (tmp_path / "t").write_text(sample)
+    trace = load(str(tmp_path / "t"), name, 64)
+    assert [[turn.prompt_tokens for turn in each.turns] for each in trace.sessions] == prompts
+    assert max(turn.think_s for each in trace.sessions for turn in each.turns) == pytest.approx(pause_s)
 
 
 @pytest.mark.parametrize("name", ["claude_code", "codex_like", "mooncake", "aiperf"])

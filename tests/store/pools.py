@@ -27,7 +27,7 @@ def chain_of(name: str, blocks: int) -> Chain:
     )
 
 
-async def until(condition: Callable[[], Awaitable[bool]], budget_s: float = 10.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], budget_s: float = 30.0) -> None:
     """For what another process does in its own time."""
     async with asyncio.timeout(budget_s):
         while not await condition():

@@ -19,7 +19,8 @@ from store import streams as streams_module
 from store.drain import Drain, EventSource, Inbox, Kind
 from store.events import Tier
 from store.index import BlockIndex
-from store.knowledge import PROBE_SESSION, Knowledge
+from store.knowledge import Knowledge
+from store.reports import PROBE_SESSION
 from store.streams import EventStreams, StreamMark
 from tests.store.kv_publisher import cleared, removed, stored
 

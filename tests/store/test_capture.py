@@ -38,7 +38,7 @@ def state(index: BlockIndex) -> dict[str, Any]:
     for tier in TIERS:
         for start in (0, 40, 300):
             found[f"{tier} {start}"] = index.match(KEYS[start:], tier=tier, limit=1500)
-    for holder in index._holders.values():
+    for holder in index._holders:
         name = f"{holder.target} {holder.tier} {holder.group}"
         found[name] = sorted(holder.loose.items()), sorted(holder.more.items()), holder.need
     return found
@@ -89,7 +89,7 @@ def test_it_is_taken_in_pieces_that_do_not_grow_with_the_index(monkeypatch: pyte
     steps = 1
     while not capture.advance():
         steps += 1
-    assert len(capture.whole().runs) == len(index._recent) / pieces._PIECE == 32
+    assert len(capture.whole().runs) == len(index._runs.recent) / pieces._PIECE == 32
     assert steps == 1 + 32, "a step without time takes one holder, or one piece"
 
 

@@ -1,17 +1,23 @@
 """A dead worker's objects go before the master notices: a real master, processes that are really killed."""
 
+import logging
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from store.dead_segments import DeadSegments
 from store.hashing import Chain
 from store.keys import KeyLayout
+from store.mooncake_http import MasterAway, Replicas, Segment
+from store.mooncake_rpc import MooncakeRpc
 from store.pool import PoolView
+from store.segments import Segments
 from tests.clock import unhindered
 from tests.store.pools import PATIENT_S, PORTS, blocks, chain_of, recovered, until
 from workers.launch.mooncake import MooncakeMaster
@@ -19,6 +25,42 @@ from workers.launch.process import Process
 from workers.sim.pool import SimPool
 
 LAYOUT = KeyLayout("tiny")
+
+
+class Removals:
+    """As much of a store client as a removal takes; says `away` while that is set."""
+
+    away = ""
+
+    async def remove(self, keys: Sequence[str], before: float, timeout_s: float) -> int:
+        if self.away:
+            raise MasterAway(self.away)
+        return len(keys)
+
+
+async def test_that_objects_can_not_be_removed_is_said_once_by_segment_and_that_they_are_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    endpoint, segments, client = segment(), Segments(), Removals()
+    segments.told([Segment("10.0.0.1:7", endpoint, "", "OK", 1, 1)], 0.0)
+    segments.died(endpoint, 0.0)
+    dead = DeadSegments("m", segments, clock=lambda: 0.0, died=lambda: None, client=cast(MooncakeRpc, client))
+    copies = Replicas(frozenset((endpoint,)), False)
+    client.away = "8 calls wait for the master already"
+    for _ in range(11):
+        assert await dead.bury({"a": copies, "b": copies}, 0.0) == 0
+    client.away = ""
+    assert [await dead.bury({"a": copies}, 0.0) for _ in range(2)] == [1, 1]
+    assert [(each.levelname, each.getMessage()) for each in caplog.records] == [
+        (
+            "WARNING",
+            "objects of which the dead pool segment 10.0.0.1:7 had the last copy can't be removed now "
+            "(8 calls wait for the master already): the next turn that finds some tries again",
+        ),
+        ("INFO", "objects of dead pool segments are removed again, which failed for 22"),
+    ]
+    await dead.close()
 
 
 @pytest.fixture

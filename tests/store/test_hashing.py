@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from store.hashing import (
-    Chain,
     Digests,
     HashAlgo,
     HashScheme,
@@ -148,7 +147,7 @@ def test_media_enter_the_blocks_they_lie_in(
     found = chain(tokens, scheme, cache_salt=salt, lora=lora, media=media)
     assert list(found.digests) == expected(tokens, scheme, salt, lora, media)
     head = chain(tokens[:cut], scheme, cache_salt=salt, lora=lora, media=media)
-    assert chain(tokens, scheme, cache_salt=salt, lora=lora, media=media, resume=head) == found
+    assert chain(tokens, scheme, cache_salt=salt, lora=lora, media=media, resume=head.digests) == found
 
 
 @pytest.mark.parametrize("case", RECORDED["cases"], ids=lambda case: case["name"])
@@ -190,16 +189,15 @@ def test_resuming_gives_the_same_chain(
 ) -> None:
     scheme = HashScheme(algo, 16, "0")
     whole = chain(np.array(tokens, dtype=np.uint32), scheme, cache_salt=salt, lora=lora)
-    head = chain(tokens[:cut], scheme, cache_salt=salt, lora=lora)
-    if plain:
-        head = Chain(list(head.digests), list(head.keys))
-    assert chain(tokens, scheme, cache_salt=salt, lora=lora, resume=head) == whole
+    head = chain(tokens[:cut], scheme, cache_salt=salt, lora=lora).digests
+    resume = list(head) if plain else head
+    assert chain(tokens, scheme, cache_salt=salt, lora=lora, resume=resume) == whole
 
 
 def test_a_resumed_chain_is_cut_to_the_prompt() -> None:
     scheme = HashScheme("sha256_cbor", 16)
     longer = chain(range(100), scheme)
-    assert chain(range(40), scheme, resume=longer) == chain(range(40), scheme)
+    assert chain(range(40), scheme, resume=longer.digests) == chain(range(40), scheme)
 
 
 def test_salt_changes_every_block_through_the_first_and_lora_each() -> None:
@@ -239,7 +237,7 @@ def test_token_ids_out_of_range_are_refused(bad: list[int]) -> None:
 
 def test_resume_of_another_algorithm_is_refused() -> None:
     with pytest.raises(ValueError, match="another algorithm"):
-        chain(range(64), HashScheme("sha256", 16), resume=Chain.of(Digests(bytes(16), 16)))
+        chain(range(64), HashScheme("sha256", 16), resume=Digests(bytes(16), 16))
 
 
 @pytest.mark.parametrize(

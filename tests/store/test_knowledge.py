@@ -1,4 +1,4 @@
-"""What the sink does with events: index, pool announcements, and watching over hashes."""
+"""What the sink does with events: index, pool announcements, reports, and what is passed on to checks."""
 
 from collections.abc import Sequence
 from random import Random
@@ -41,58 +41,11 @@ def test_b053_private_copies_of_another_tier_are_kept_apart() -> None:
     assert knowledge.index.sizes() == {("w", "cpu"): 1}
 
 
-def test_b054_the_expected_scheme_is_confirmed() -> None:
-    knowledge = Knowledge()
-    scheme = HashScheme("sha256_cbor", SIZE, "0")
-    knowledge.expect("w", scheme)
-    knowledge.batch("w", batch(announced_by(scheme)))
-    assert knowledge.hash_mismatch == {}
-
-
-def test_b054_another_seed_is_reported_with_the_one_that_fits() -> None:
-    knowledge = Knowledge()
-    knowledge.expect("w", HashScheme("sha256_cbor", SIZE, "0"))
-    knowledge.batch("w", batch(announced_by(HashScheme("sha256", SIZE, None))))
-    assert knowledge.hash_mismatch == {
-        "w": "expected sha256_cbor with PYTHONHASHSEED '0', the worker uses sha256 with PYTHONHASHSEED unset"
-    }
-
-
-def test_b054_a_seed_that_was_only_assumed_gives_way_to_the_one_that_fits() -> None:
-    knowledge = Knowledge()
-    assumed, real = HashScheme("sha256_cbor", SIZE, None), HashScheme("sha256_cbor", SIZE, "0")
-    knowledge.expect("w", assumed, fixed=False)
-    assert knowledge.scheme("w") == assumed
-    knowledge.batch("w", batch(announced_by(real)))
-    assert (knowledge.scheme("w"), knowledge.hash_mismatch) == (real, {})
-    knowledge.expect("w", assumed, fixed=False)
-    assert knowledge.scheme("w") == real
-    knowledge.drop("w")
-    assert knowledge.scheme("w") is None
-
-
-def test_b054_a_scheme_of_nobody_is_reported_and_a_later_fit_clears_it() -> None:
-    knowledge = Knowledge()
-    scheme = HashScheme("sha256", SIZE, None)
-    knowledge.expect("w", scheme)
-    knowledge.batch("w", batch(announced_by(HashScheme("sha256", SIZE, "secret"))))
-    assert "none of the known ways" in knowledge.hash_mismatch["w"]
-    knowledge.batch("w", batch(announced_by(scheme)))
-    assert knowledge.hash_mismatch == {}
-
-
-def test_b054_an_xxhash_scheme_without_seed_does_not_break_the_check() -> None:
-    knowledge = Knowledge()
-    knowledge.expect("w", HashScheme("xxhash", SIZE, None))
-    knowledge.batch("w", batch(announced_by(HashScheme("xxhash_cbor", SIZE, "0"))))
-    assert "xxhash_cbor with PYTHONHASHSEED '0'" in knowledge.hash_mismatch["w"]
-
-
-def test_b052_another_block_size_is_reported() -> None:
+def test_what_a_target_announces_is_checked_and_its_block_size_noted() -> None:
     knowledge = Knowledge()
     knowledge.expect("w", HashScheme("sha256", 16))
     knowledge.batch("w", batch(announced_by(HashScheme("sha256", SIZE))))
-    assert knowledge.hash_mismatch["w"] == "events have blocks of 32 tokens, expected 16"
+    assert list(knowledge.hashes.mismatches) == ["w"]
     assert knowledge.block_sizes == {"w": 32}
 
 
@@ -110,7 +63,7 @@ def test_blocks_whose_hash_cannot_be_recomputed_are_not_judged() -> None:
             stored([10]),
         ),
     )
-    assert knowledge.hash_mismatch == {}
+    assert knowledge.hashes.mismatches == {}
 
 
 def test_b009_a_reset_forgets_blocks_and_checks_the_next_life_again() -> None:
@@ -121,9 +74,9 @@ def test_b009_a_reset_forgets_blocks_and_checks_the_next_life_again() -> None:
     knowledge.reset("w", "restarted")
     assert knowledge.index.sizes() == {}
     knowledge.batch("w", batch(announced_by(HashScheme("sha256", SIZE, "0"))))
-    assert "w" in knowledge.hash_mismatch
+    assert "w" in knowledge.hashes.mismatches
     knowledge.drop("w")
-    assert knowledge.hash_mismatch == {}
+    assert knowledge.hashes.mismatches == {}
     assert knowledge.block_sizes == {}
 
 
@@ -141,7 +94,7 @@ def test_b054_a_seed_learned_before_a_restart_is_known_after_it() -> None:
     after.expect("set", assumed, fixed=True)
     after.expect("other", HashScheme("sha256_cbor", SIZE), fixed=False)
     after.expect("new", assumed, fixed=False)
-    assert [after.scheme(target) for target in shown] == [
+    assert [after.hashes.scheme(target) for target in shown] == [
         real,
         assumed,
         HashScheme("sha256_cbor", SIZE),
@@ -149,7 +102,7 @@ def test_b054_a_seed_learned_before_a_restart_is_known_after_it() -> None:
     ]
     assert after.block_sizes == {"w": SIZE, "set": SIZE, "other": SIZE}
     after.batch("w", batch(announced_by(assumed)))  # another life of the worker has another seed
-    assert after.scheme("w") == assumed
+    assert after.hashes.scheme("w") == assumed
 
 
 def test_b010_what_missing_events_may_have_removed_is_told_from_what_is_proven() -> None:
@@ -176,7 +129,7 @@ def test_b010_an_answer_ends_ghosts_and_proves_what_it_used() -> None:
     knowledge.doubt("w", "a batch is missing")
     knowledge.answered("w", [1, 2, 3, 4], held=2, promised=4, at=9)
     assert knowledge.match([1, 2, 3, 4]) == Held({"w": 2}, {"w": 2})
-    with knowledge.probe("w", [1, 2]):
+    with knowledge.reports.probe("w", [1, 2]):
         knowledge.batch("w", batch(stored([1, 2])))
     knowledge.batch("w", batch(BlockRemoved([2], "gpu", 0)))
     assert knowledge.match([1, 2]) == Held({"w": 1}, {"w": 1})
@@ -188,7 +141,7 @@ def test_b010_an_answer_ends_ghosts_and_proves_what_it_used() -> None:
 def test_b011_a_prefix_reported_again_on_request_is_no_second_copy() -> None:
     knowledge = Knowledge()
     knowledge.batch("w", batch(stored([1, 2, 3])))
-    with knowledge.probe("w", [1, 2, 3, 4]):
+    with knowledge.reports.probe("w", [1, 2, 3, 4]):
         knowledge.batch("w", batch(stored([1, 2, 3]), stored([1, 2, 3]), stored([4], parent=3)))
     assert knowledge.index.match([1, 2, 3, 4]) == {"w": 4}
     knowledge.batch("w", batch(BlockRemoved([3], "gpu", 0)))
@@ -201,7 +154,7 @@ def test_b011_a_report_that_a_client_asked_for_is_no_second_copy_either() -> Non
     now = [100.0]
     knowledge = Knowledge(clock=lambda: now[0])
     knowledge.batch("w", batch(stored([1, 2, 3])))
-    knowledge.asked_to_report("w", [1, 2, 3, 4])
+    knowledge.reports.asked("w", [1, 2, 3, 4])
     now[0] += 30
     # What was found is announced from the root, what was computed after its parent; of others it means more.
     knowledge.batch("w", batch(stored([1, 2, 3]), stored([4], parent=3), stored([4], parent=3)))
@@ -222,7 +175,7 @@ def test_b011_a_report_that_a_client_asked_for_is_no_second_copy_either() -> Non
 def test_a_report_brings_back_what_was_not_known() -> None:
     knowledge = Knowledge()
     knowledge.batch("w", batch(stored([3], parent=2)))
-    with knowledge.probe("w", [1, 2, 3]):
+    with knowledge.reports.probe("w", [1, 2, 3]):
         knowledge.batch("w", batch(stored([1, 2, 3])))
     assert knowledge.index.match([1, 2, 3]) == {"w": 3}
     knowledge.batch("w", batch(BlockRemoved([3], "gpu", 0)))
@@ -277,7 +230,7 @@ def test_a_batch_applied_in_pieces_comes_to_the_same_and_credits_nothing_false_m
     assert set(credits_[2]) == {9_002}
     assert min(map(len, credits_)) > 70
     assert pieces.index.sizes() == whole.index.sizes() == {("w", "gpu"): 10_002}
-    with pieces.probe("w", keys):
+    with pieces.reports.probe("w", keys):
         pieces.batch("w", batch(stored(keys)))
     pieces.batch("w", batch(BlockRemoved(keys, "gpu", 0)))
     assert pieces.index.sizes() == {("w", "gpu"): 2}, "a long report is no second copy"

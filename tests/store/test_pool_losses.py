@@ -168,6 +168,10 @@ async def test_a_drained_segment_hands_its_blocks_on(own_master: MooncakeMaster)
 
         await until(moved)
         assert [each.status for each in view.segments() if each.name == names[0]] != ["OK"]
+        # Of the one that takes no more the master says 0 from the start, with all its blocks in it.
+        used = {each.name: each.used for each in view.status().segments}
+        assert used[names[0]] is None
+        assert used[names[1]]
         with pytest.raises(MasterRefused):
             await view.drain(names[0])
         with pytest.raises(KeyError):
@@ -178,7 +182,15 @@ async def test_a_drained_segment_hands_its_blocks_on(own_master: MooncakeMaster)
             await view.drained("1-2")
 
 
-async def test_draining_without_a_master_is_an_error_with_its_reason() -> None:
+async def test_draining_without_a_master_is_an_error_with_its_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with viewing("127.0.0.1:1", 2) as view:
+        # Also one that never answered: what may be wrong is where it is looked for.
+        (said,) = [r.message for r in caplog.records if "cannot be asked" in r.message]
+        assert said.endswith(
+            "cannot be asked: refused; its admin HTTP (mooncake.http_port) was tried at "
+            "127.0.0.1:2, 127.0.0.1:1"
+        )
         with pytest.raises(MasterAway, match="refused"):
             await view.drained("1-2")

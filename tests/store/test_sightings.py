@@ -40,7 +40,8 @@ class Pool(RuleBasedStateMachine):
         self.segments = Segments()
         self.sightings = Sightings(capacity=1000)
         self.unnoticed: set[int] = set()  # gone since the last look at the master
-        self.evicted: set[int] = set()  # the counters tell that some are gone, not which
+        # Of what the view knows of: the counters tell that some are gone, not which.
+        self.evicted: set[int] = set()
         self.announced: set[int] = set()  # nobody told where
         self.poll()
 
@@ -62,8 +63,8 @@ class Pool(RuleBasedStateMachine):
         self.now += 0.001
         self.workers[name].blocks.add(key)
         self.unnoticed.discard(key)
-        self.evicted.discard(key)
         if announce:
+            self.evicted.discard(key)
             self.announced.add(key)
             self.sightings.announced([key], self.now)
 
@@ -94,6 +95,7 @@ class Pool(RuleBasedStateMachine):
         for key in self.sightings_unknown()[start:]:
             endpoints = self.holders(key)
             self.announced.discard(key)
+            self.evicted.discard(key)
             self.sightings.saw(key, seen(self.now, *endpoints) if endpoints else Sighting(self.now, ()))
 
     @rule(seconds=st.sampled_from([0.01, ABSENT_S, 1.0, BUSY_S, QUIET_S]))

@@ -1,5 +1,8 @@
 """Snapshots: what comes back, and that none of it is believed before it is proven."""
 
+import os
+import resource
+import signal
 import threading
 from pathlib import Path
 
@@ -118,6 +121,41 @@ def test_blocks_of_a_target_whose_stream_is_not_known_are_left_out(tmp_path: Pat
     save(path, filled().capture().whole(), NOTHING, {"a": STATES["a"]})
     after = load(path).index
     assert {target for target, _ in after.sizes()} == {"a"}
+
+
+def test_what_a_killed_gateway_was_writing_is_written_over_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "index"
+    for _ in range(3):
+        child = os.fork()
+        if not child:
+            monkeypatch.setattr(os, "fsync", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            save(path, filled().capture().whole(), NOTHING, {})
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1
+    save(path, filled().capture().whole(), NOTHING, STATES)
+    assert load(path).targets == STATES
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_snapshot_that_does_not_fit_on_the_disk_leaves_the_last_one(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    save(path, filled().capture().whole(), NOTHING, STATES)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+            save(path, filled().capture().whole(), NOTHING, {})
+        except OSError:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert load(path).targets == STATES
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_snapshot_that_cannot_be_written_leaves_the_last_one(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """The registry, its leases and its probe, against real HTTP servers."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 
 import pytest
 from aiohttp import web
 
+from workers.connecting import trusting
 from workers.fleet import BadWorker, DuplicateWorker, Fleet, FleetEvent, UnknownWorker
-from workers.leases import LeaseBook
 from workers.probe import Probe, parse_kv_sources, parse_metrics
 from workers.worker import EngineReport, KvEndpoint, ModelCard, Worker
 
@@ -60,6 +61,41 @@ def test_a_worker_that_never_came_up_is_starting_not_down() -> None:
     assert worker.state == "down"
 
 
+def test_each_change_of_a_workers_state_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    fleet = Fleet()
+    worker = fleet.add("http://127.0.0.1:8101", "w1")
+    for _ in range(2):
+        fleet.mark_down(worker, "connection refused")
+        fleet.mark_down(worker, "/health: no HTTP")
+    fleet.mark_up(worker, report(), CARDS, ())
+    for _ in range(2):
+        fleet.mark_down(worker, "/health timed out")
+        fleet.mark_down(worker, "connection refused")
+    fleet.mark_up(worker, report(), CARDS, ())
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("INFO", "worker w1 is starting: connection refused"),
+        ("INFO", "worker w1 is up"),
+        ("WARNING", "worker w1 is down: /health timed out"),
+        ("INFO", "worker w1 is up"),
+    ]
+
+
+def test_what_waiting_does_not_mend_is_no_start(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    fleet = Fleet()
+    worker = fleet.add("http://127.0.0.1:8101", "w1")
+    fleet.mark_down(worker, "connection refused")
+    for _ in range(2):
+        fleet.mark_down(worker, "its certificate is not trusted", lasting=True)
+    fleet.mark_down(worker, "connection refused")
+    assert worker.state == "down"
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("INFO", "worker w1 is starting: connection refused"),
+        ("WARNING", "worker w1 is down: its certificate is not trusted"),
+    ]
+
+
 def test_a_late_probe_of_a_removed_worker_changes_nothing() -> None:
     fleet, told = told_fleet()
     worker = fleet.add("http://127.0.0.1:8101")
@@ -73,7 +109,14 @@ def test_a_late_probe_of_a_removed_worker_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "ftp://h:1", "h:8000", "http://", "http://u:p@h:1", "http://h:99999", "http://h:1?x=1"]
+    "url",
+    [
+        *("", "ftp://h:1", "h:8000", "http://", "http://u:p@h:1", "http://h:99999", "http://h:1?x=1"),
+        # None of these could be asked anything, or not what was meant.
+        *("http://[::1", "http://[h]:1", "http://h:0", "http://h:1/ä", "http://h:1/a b", "http://h\n:1"),
+        # What clients are told: nothing answers at its /health.
+        *("http://h:1/v1", "http://h:1/a/v1/"),
+    ],
 )
 def test_bad_worker_urls_are_refused(url: str) -> None:
     fleet = Fleet()
@@ -109,23 +152,16 @@ def test_b050_ranks_become_targets() -> None:
     fleet = Fleet()
     worker = fleet.add("http://h:1", "w")
     fleet.mark_up(worker, report(), CARDS, tuple(KvEndpoint(r, f"tcp://h:{r + 1}", None) for r in range(4)))
-    assert [t.name for t in worker.targets] == ["w@0", "w@1", "w@2", "w@3"]
+    assert [(t.name, t.place) for t in worker.targets] == [("w@0", 0), ("w@1", 1), ("w@2", 2), ("w@3", 3)]
     assert worker.target_of(2) == "w@2"
 
 
-def test_b005_leases_come_back_from_every_path_and_only_once() -> None:
-    book = LeaseBook()
-    one, two = book.take("w", 100), book.take("w", 50)
-    assert (book.load("w").queued_tokens, book.load("w").inflight) == (150, 2)
-    one.first_token()
-    one.first_token()
-    assert (book.load("w").queued_tokens, book.load("w").inflight) == (50, 2)
-    one.release()
-    one.release()
-    one.first_token()
-    two.release()
-    assert (book.load("w").queued_tokens, book.load("w").inflight) == (0, 0)
-    assert book.total_inflight() == 0
+def test_a_server_with_the_later_ranks_of_a_deployment_calls_them_by_their_place() -> None:
+    """As vLLM with --data-parallel-hybrid-lb: it publishes as ranks 4 and 5 of all, and has two."""
+    fleet = Fleet()
+    worker = fleet.add("http://h:1", "w")
+    fleet.mark_up(worker, report(), CARDS, tuple(KvEndpoint(r, f"tcp://h:{r}", None) for r in (4, 5)))
+    assert [(t.name, t.place) for t in worker.targets] == [("w@4", 0), ("w@5", 1)]
 
 
 def test_metrics_are_summed_over_engines_and_unknown_lines_do_no_harm() -> None:
@@ -166,6 +202,9 @@ def test_kv_endpoints_get_a_host_that_can_be_reached_and_silent_ranks_are_left_o
     )
 
 
+HANGS = 0
+
+
 @pytest.fixture
 async def serve() -> AsyncIterator[Callable[[dict[str, tuple[int, str]]], "asyncio.Future[str]"]]:
     runners: list[web.AppRunner] = []
@@ -175,6 +214,8 @@ async def serve() -> AsyncIterator[Callable[[dict[str, tuple[int, str]]], "async
             if request.headers.get("authorization") != "Bearer wkey":
                 return web.Response(status=401)
             status, text = pages.get(request.path, (404, ""))
+            if status == HANGS:
+                await asyncio.sleep(60)
             return web.Response(status=status, text=text)
 
         app = web.Application()
@@ -195,16 +236,41 @@ async def test_b078_probes_carry_the_worker_key_and_b082_missing_pages_have_a_fa
     url = await serve({"/health": (200, ""), "/v1/models": (200, '{"data":[{"id":"m","root":"/m","x":1}]}')})
     fleet = Fleet()
     worker = fleet.add(url)
-    probe = Probe(fleet, api_key="wkey")
+    probe = Probe(fleet, tls=trusting(), api_key="wkey")
     await probe.probe(worker)
     assert (worker.state, worker.models, worker.report.block_size) == ("up", (ModelCard("m", "/m"),), 0)
     await probe.close()
 
-    keyless = Probe(fleet)
+    keyless = Probe(fleet, tls=trusting())
     await keyless.probe(worker)
     assert worker.state == "down"
     assert "401" in worker.reason
     await keyless.close()
+
+
+async def test_what_a_busy_worker_does_not_say_once_is_as_it_was(serve) -> None:
+    sources = '{"0":{"endpoint":"tcp://h:1"},"1":{"endpoint":"tcp://h:2"}}'
+    pages = {
+        "/health": (200, ""),
+        "/v1/models": (200, '{"data":[{"id":"m"}]}'),
+        "/kv_event_sources": (200, sources),
+        "/metrics": (200, "vllm:num_requests_running 3\nprocess_start_time_seconds 7\n"),
+    }
+    fleet, told = told_fleet()
+    probe = Probe(fleet, tls=trusting(), api_key="wkey", timeout_s=0.3)
+    worker = fleet.add(await serve(pages))
+    await probe.probe(worker)
+    before = worker.targets, worker.report
+    pages["/kv_event_sources"] = pages["/metrics"] = (HANGS, "")
+    await probe.probe(worker)
+    assert (worker.state, len(worker.targets)) == ("up", 2)
+    assert (worker.targets, worker.report) == before
+    # That it has no such page is another thing.
+    pages["/kv_event_sources"] = pages["/metrics"] = (404, "")
+    await probe.probe(worker)
+    assert ([t.name for t in worker.targets], worker.report) == ([worker.name], EngineReport())
+    assert [kind for kind, _ in told.events] == ["added", "up", "up"]
+    await probe.close()
 
 
 async def test_a_watched_worker_goes_down_and_comes_back(serve) -> None:
@@ -214,13 +280,13 @@ async def test_a_watched_worker_goes_down_and_comes_back(serve) -> None:
 
     fleet, told = told_fleet()
     fleet.listen(lambda event, _: changed.set() if event in ("up", "lost") else None)
-    probe = Probe(fleet, interval_s=0.02, api_key="wkey")
+    probe = Probe(fleet, tls=trusting(), interval_s=0.02, api_key="wkey")
     fleet.listen(probe.follow)
     worker = fleet.add(url)
     for state, page in (("up", None), ("down", (503, "")), ("up", (200, ""))):
         if page:
             pages["/health"] = page
-        await asyncio.wait_for(changed.wait(), 5)
+        await asyncio.wait_for(changed.wait(), 30)
         changed.clear()
         assert worker.state == state
     fleet.remove(worker.name)

@@ -22,7 +22,7 @@ PYTHON = sys.executable
 PORTS = ports(above=21_200)
 
 
-async def until(condition: Callable[[], bool], budget_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], budget_s: float = 30.0) -> None:
     """For facts of the operating system that announce themselves to nobody."""
     async with asyncio.timeout(budget_s):
         while not condition():

@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from gateway.prompts.rendering import NotRendered, WorkerRenderer
 from store.mooncake_http import MasterAway, MooncakeHttp
+from workers.connecting import trusting
 from workers.fleet import Fleet
 from workers.pages import CodedPage, PageTooLong, read_page
 from workers.probe import Probe
@@ -66,7 +67,7 @@ async def test_a_page_ends_at_its_limit_of_bytes_and_of_seconds(endless) -> None
         with pytest.raises(TimeoutError):
             await read_page(client, "GET", f"http://127.0.0.1:{slow.port}/", timeout_s=0.1, limit=3 * MB)
         # They are cut, not drained.
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await fast.left.wait()
             await slow.left.wait()
 
@@ -99,7 +100,7 @@ async def test_b098_a_probe_of_an_endless_worker_ends_and_the_worker_is_down(end
     peer = await endless(MB, 0.0)
     fleet = Fleet()
     worker = fleet.add(f"http://127.0.0.1:{peer.port}")
-    probe = Probe(fleet, timeout_s=60.0)
+    probe = Probe(fleet, tls=trusting(), timeout_s=60.0)
     await probe.probe(worker)
     await probe.close()
     assert worker.state != "up"
@@ -112,7 +113,7 @@ async def test_b098_rendering_by_an_endless_worker_ends(
     endless, size: int, pause_s: float, reason: str
 ) -> None:
     peer = await endless(size, pause_s)
-    renderer = WorkerRenderer("", timeout_s=60.0 if reason == "unreadable" else 0.1)
+    renderer = WorkerRenderer("", trusting(), timeout_s=60.0 if reason == "unreadable" else 0.1)
     with pytest.raises(NotRendered, match=reason):
         await renderer.tokens(f"http://127.0.0.1:{peer.port}", "/v1/chat/completions", b"{}")
     await renderer.close()

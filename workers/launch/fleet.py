@@ -6,18 +6,15 @@ import asyncio
 import contextlib
 import json
 import os
-import secrets
 import shlex
 import shutil
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
-
 from workers.launch.interrupts import interrupted
 from workers.launch.model import local_model
-from workers.launch.plan import LocalFleet, Plan
+from workers.launch.plan import LocalFleet, Plan, with_one_token
 from workers.launch.ports import PortTaken, claimed, free_ports, require_free
 from workers.launch.supervisor import ProcessFailed, Supervisor
 
@@ -90,6 +87,7 @@ async def _start(
     """Starts everything in order and returns the ready line. `held` keeps the gateway's port for it."""
     if fleet.port == 0:
         fleet = replace(fleet, port=next(free_ports(above=7999)))
+    fleet = with_one_token(fleet)
     held.enter_context(claimed(fleet.port))
     require_free(fleet.host, fleet.port)
     home = fleet.directory.resolve()
@@ -97,18 +95,20 @@ async def _start(
     plan = Plan.make(fleet, model, run_directory, logs=home / "logs" / str(fleet.port), cache=home / "cache")
     plan.logs.mkdir(parents=True, exist_ok=True)
     if fleet.mooncake is None:
-        progress(f"starting the Mooncake master on {plan.pool}")
+        admin = f"its admin HTTP on port {plan.pool_http_port}"
+        progress(f"starting the Mooncake master on {plan.pool}, {admin}")
         await supervisor.start([plan.master()], grace_s=MASTER_GRACE_S)
     progress(f"starting {fleet.workers} {fleet.engine} workers for {model.name}; logs are in {plan.logs}")
     # Two vLLM servers that import and profile at once on two cores take longer than one after the other.
     await supervisor.start(plan.workers(), grace_s=WORKER_GRACE_S, together=fleet.engine == "sim")
     progress(f"starting the gateway on {fleet.url}")
-    token = fleet.admin_token or secrets.token_urlsafe(24)
-    await supervisor.start([plan.gateway(token)], grace_s=fleet.drain_s + GATEWAY_END_S, restart=False)
-    return await _ready_line(fleet.url, model.name, token)
+    await supervisor.start(
+        [plan.gateway(fleet.admin_token)], grace_s=fleet.drain_s + GATEWAY_END_S, restart=False
+    )
+    return _ready_line(fleet.url, model.name, fleet.admin_token)
 
 
-async def _ready_line(url: str, model: str, token: str) -> str:
+def _ready_line(url: str, model: str, token: str) -> str:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": _QUESTION}],
@@ -116,14 +116,7 @@ async def _ready_line(url: str, model: str, token: str) -> str:
     }
     header = "content-type: application/json"
     curl = f"curl -i {url}/v1/chat/completions -H {shlex.quote(header)} -d {shlex.quote(json.dumps(body))}"
-    ui = False
-    with contextlib.suppress(httpx.HTTPError):
-        async with httpx.AsyncClient(trust_env=False) as client:
-            ui = (await client.get(f"{url}/ui")).is_success
-    words = [f"base_url={url}/v1", f"admin={url}/admin/v1", f"token={token}"]
-    if ui:
-        words.append(f"ui={url}/ui")
-    return f"ready {' '.join(words)} try: {curl}"
+    return f"ready base_url={url}/v1 admin={url}/admin/v1 token={token} try: {curl}"
 
 
 @contextlib.contextmanager

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
+from workers.connecting import in_url
 from workers.launch import sim, vllm
 from workers.launch.model import LocalModel
 from workers.launch.mooncake import MooncakeMaster
@@ -50,7 +52,27 @@ class LocalFleet:
     @property
     def url(self) -> str:
         anywhere = self.host in {"0.0.0.0", "::", ""}  # noqa: S104 (a comparison, not a bind)
-        return f"http://{'127.0.0.1' if anywhere else self.host}:{self.port}"
+        return f"http://{'127.0.0.1' if anywhere else in_url(self.host)}:{self.port}"
+
+
+def with_one_token(fleet: LocalFleet) -> LocalFleet:
+    """`fleet` with the admin token that its gateway will have, made if nobody gives one.
+
+    One among the gateway's own words wins, as it would there, and is no longer among them: the environment
+    carries it, which other users of the machine can't read.
+    """
+    token, rest = "", list[str]()
+    words = iter(fleet.gateway_args)
+    for word in words:
+        flag, given, value = word.partition("=")
+        if flag != "--admin-token":
+            rest.append(word)
+        elif given or (value := next(words, None)) is not None:
+            token = value
+        else:
+            rest.append(word)  # a flag without its value, for the gateway to refuse
+    token = token or fleet.admin_token or secrets.token_urlsafe(24)
+    return replace(fleet, admin_token=token, gateway_args=tuple(rest))
 
 
 @dataclass(frozen=True, slots=True)

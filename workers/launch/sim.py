@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from workers.connecting import in_url
+
 
 @dataclass(frozen=True, slots=True)
 class SimWorkerSpec:
@@ -29,7 +31,7 @@ class SimWorkerSpec:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{in_url(self.host)}:{self.port}"
 
     @property
     def segment(self) -> str:

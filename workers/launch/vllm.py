@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from workers.connecting import in_url
+
 MOONCAKE_CONFIG = "mooncake.json"
 # One request of the tiny model's full context, and some room.
 BLOCKS = 4224
@@ -56,7 +58,12 @@ class VllmWorkerSpec:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{self.name}"
+
+    @property
+    def name(self) -> str:
+        """As a gateway calls a worker that is registered by its URL."""
+        return f"{in_url(self.host)}:{self.port}"
 
     @property
     def segment(self) -> str:
@@ -141,14 +148,17 @@ def _bound(host: str) -> str:
     """`host` so that vLLM binds to it.
 
     It binds the publisher only to an endpoint with "*" or "::" in it, and connects out to any other. Events
-    carry the token ids of every prompt, so an IPv4 address is not widened to all addresses but written in its
-    IPv4-mapped form, which ZeroMQ binds (and connects to) as that very address.
+    carry the token ids of every prompt, so an address is not widened to all addresses: an IPv4 one is written
+    in its IPv4-mapped form, which ZeroMQ binds (and connects to) as that very address.
     """
     try:
-        address = ipaddress.IPv4Address(host)
+        address = ipaddress.ip_address(host)
     except ValueError:
         return "*"
-    return "*" if address.is_unspecified else f"[::ffff:{address}]"
+    if address.is_unspecified:
+        return "*"
+    written = f"[::ffff:{address}]" if address.version == 4 else f"[{address}]"
+    return written if "::" in written else "*"
 
 
 def _transfer_config(spec: VllmWorkerSpec) -> dict[str, Any]:

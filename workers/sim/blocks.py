@@ -17,6 +17,8 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
+from workers.sim.queue import insert, unlink
+
 Key: TypeAlias = Hashable
 Keys: TypeAlias = Sequence[Key]
 """The chain of one request. A key stands for its whole prefix: equal keys have equal places and prefixes."""
@@ -170,7 +172,7 @@ class BlockCache:
             if run.users == 0:
                 run.sealed = True
                 self.free += run.end - run.start
-                _insert(run, self._queue.older)
+                insert(run, self._queue.older)
                 if freed is not None and freed.children == 0 and run.children == 1:
                     run = self._joined(run, freed)
                 freed = run
@@ -189,7 +191,7 @@ class BlockCache:
         run: Run | None = tip
         while run is not None:
             if run.users == 0:
-                _unlink(run)
+                unlink(run)
                 self.free -= run.end - run.start
             run.users += 1
             run.sealed = True
@@ -203,14 +205,14 @@ class BlockCache:
         run.start, run.before = at, head
         self._enter(run)
         if run.users == 0:
-            _insert(head, run)
+            insert(head, run)
         return head
 
     def _joined(self, head: Run, tail: Run) -> Run:
         """One run of two that stand behind one another in the queue and that nobody else refers to."""
         self._leave(tail)
         head.chain, head.end, head.children = tail.chain, tail.end, 0
-        _unlink(tail)
+        unlink(tail)
         return head
 
     def _forget(self, run: Run, blocks: int) -> None:
@@ -218,7 +220,7 @@ class BlockCache:
         run.end -= blocks
         if run.end == run.start:
             self._leave(run)
-            _unlink(run)
+            unlink(run)
             if run.before is not None:
                 run.before.children -= 1
 
@@ -263,15 +265,3 @@ def _equal(one: Keys, other: Keys, start: int, end: int) -> int:
     if one is other or one[end - 1] == other[end - 1]:
         return end
     return bisect_left(range(start + 1, end), True, key=lambda at: one[at] != other[at]) + start + 1
-
-
-def _insert(run: Run, after: Run) -> None:
-    """Puts `run` into the queue behind `after`."""
-    run.older, run.newer = after, after.newer
-    after.newer.older = run
-    after.newer = run
-
-
-def _unlink(run: Run) -> None:
-    run.older.newer, run.newer.older = run.newer, run.older
-    run.older = run.newer = run

@@ -1,7 +1,8 @@
 """Faults a test can switch on in a simulated worker, and the record of what reached it.
 
 `POST /sim/faults` takes a JSON object of these; it replaces what was set before, `{}` ends everything. Faults
-of requests (`status`, `hang`, `die`) apply to paths that begin with `path` and, with `times`, only so often.
+of requests (`status`, `hang`, `die`) apply to `path`, or to all below it if it ends with a slash, and, with
+`times`, only so often.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class Faults(msgspec.Struct, forbid_unknown_fields=True):
     def take(self, kind: Literal["status", "hang", "die"], path: str) -> Any:
         """The fault of that kind if it applies to a request for `path`; counts it."""
         fault: Fault | None = getattr(self, kind)
-        if fault is None or not path.startswith(fault.path) or fault.times == 0:
+        if fault is None or fault.times == 0:
+            return None
+        if path != fault.path and not (fault.path.endswith("/") and path.startswith(fault.path)):
             return None
         if fault.times is not None:
             fault.times -= 1

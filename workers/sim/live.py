@@ -13,19 +13,8 @@ import numpy as np
 
 from store.hashing import Chain, HashScheme, chain
 from store.prompt.request import Ids
-from workers.sim.engine import (
-    Effect,
-    Engine,
-    Finished,
-    Limits,
-    Load,
-    Rates,
-    Removed,
-    Save,
-    Started,
-    Stored,
-    Turn,
-)
+from workers.sim.engine import Engine, Limits, Rates
+from workers.sim.turn import Effect, Finished, Load, Removed, Save, Started, Stored, Turn
 from workers.sim.vocabulary import Answer
 
 
@@ -136,7 +125,7 @@ class LiveEngine:
     async def submit(self, asked: Asked, changed: asyncio.Event) -> Stream:
         """Raises ValueError when prompt and answer never fit the cache."""
         ids = np.concatenate((asked.tokens, np.asarray(asked.answer.ids, dtype=np.uint32)))
-        blocks = chain(ids, self._scheme, cache_salt=asked.salt, resume=asked.chain)
+        blocks = chain(ids, self._scheme, cache_salt=asked.salt, resume=asked.chain.digests)
         stream = Stream(replace(asked, tokens=ids), blocks, changed)
         turn = stream.turn
         if self._pool is not None:

@@ -1,6 +1,7 @@
 """The admin API against a real fleet and a real decision log."""
 
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -45,7 +46,7 @@ class Explained:
     def __init__(self) -> None:
         self.asked: list[tuple[str, bytes]] = []
 
-    async def explain(self, path: str, body: bytes) -> DecisionRecord:
+    async def explain(self, path: str, body: bytes, key: str = "") -> DecisionRecord:
         self.asked.append((path, body))
         if not body.startswith(b"{"):
             raise InvalidRequest("the body is not valid JSON")
@@ -101,6 +102,7 @@ class Gateway:
             prompts=lambda: PromptsAnswer(source="auto", models=[]),
             policy=PolicyVersions(Document(), None, lambda _: None),
             router=SimpleNamespace(shadow=None),
+            refusals=lambda: ["turns are refused with 503: no worker"],
         )
         self.app = Guard(build_admin(parts), AdminToken("right"), ClientKeys(["client-key"]))
 
@@ -272,10 +274,29 @@ async def test_a_body_that_is_not_sent_as_json_is_415(
     assert "application/json" in answer.json()["error"]["message"]
 
 
-async def test_explain_keeps_to_the_body_limit() -> None:
-    gateway = Gateway(load(None, {}, {"limits.max_body_bytes": 11}))
-    assert (await gateway.ask("POST", "/explain", content=b'{"input":1}')).status_code == 200
-    assert (await gateway.ask("POST", "/explain", content=b'{"input":1} ')).status_code == 413
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/explain", b'{"input":1}'),
+        ("PUT", "/policy", b'{"policy":"random"}'),
+        ("POST", "/workers", b'{"url":"http://127.0.0.1:9001"}'),
+    ],
+)
+async def test_bodies_are_read_up_to_the_limit(method: str, path: str, body: bytes) -> None:
+    gateway = Gateway(load(None, {}, {"limits.max_body_bytes": len(body)}))
+    headers = TOKEN | {"content-type": "application/json"}
+    assert (await gateway.ask(method, path, headers=headers, content=body)).is_success
+    read = 0
+
+    async def long() -> AsyncIterator[bytes]:
+        nonlocal read
+        for _ in range(1000):
+            read += 1
+            yield body
+
+    refused = await gateway.ask(method, path, headers=headers, content=long())
+    assert (refused.status_code, refused.json()["error"]["code"]) == (413, "request_too_large")
+    assert read < 5
 
 
 async def test_index_pool_audit_policy_and_config(gateway: Gateway) -> None:

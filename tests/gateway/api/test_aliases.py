@@ -48,6 +48,11 @@ def sent(body: bytes, alias: str = "gpt", model: str = "a/b", path: str = "/v1/c
         (b'{"model":"x","model":"gpt","messages":[]}', b'{"model":"x","model":"a/b","messages":[]}'),
         (b'{"model":"g\\u0070t","messages":[]}', b'{"model":"a/b","messages":[]}'),
         (b'{"model":"gpt","messages":[],"x":NaN}', b'{"model":"a/b","messages":[],"x":NaN}'),
+        (b'{"mod\\u0065l":"gpt","messages":[]}', b'{"mod\\u0065l":"a/b","messages":[]}'),
+        (
+            b'{"model":"gpt","messages":[],"x":[' + b'{"model":"gpt"},' * 100_000 + b"1]}",
+            b'{"model":"a/b","messages":[],"x":[' + b'{"model":"gpt"},' * 100_000 + b"1]}",
+        ),
     ],
 )
 def test_only_the_models_name_changes(before: bytes, after: bytes) -> None:
@@ -58,7 +63,7 @@ def test_a_name_that_cannot_be_found_is_said_so() -> None:
     with pytest.raises(InvalidRequest, match="plain UTF-8"):
         sent('{"model":"gpt","messages":[]}'.encode("utf-16"))
     with pytest.raises(InvalidRequest):
-        sent(b'{"mod\\u0065l":"gpt","messages":[],"x":{"model":"gpt"}}')
+        sent(b'{"mod\\u0065l":"gpt","messages":[],"x":{"model":NaN}}')
 
 
 JSON = st.recursive(

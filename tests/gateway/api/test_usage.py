@@ -45,6 +45,10 @@ def test_text_that_looks_like_usage_is_not_taken_for_it() -> None:
     assert parse_usage(body) == Usage(3, None)
 
 
+def test_what_nests_too_deeply_is_passed_over() -> None:
+    assert parse_usage(answer({"prompt_tokens": 5}) + b'"usage":' + b"[" * 5000) == Usage(5, None)
+
+
 @given(st.binary(max_size=300))
 def test_any_bytes_are_survived(tail: bytes) -> None:
     parse_usage(tail)
@@ -57,12 +61,16 @@ def test_the_tail_is_bounded_and_is_the_end_of_what_was_fed(chunks: list[bytes])
     for chunk in chunks:
         tail.feed(chunk)
     whole = b"".join(chunks)
-    assert tail.total == len(whole)
+    assert bool(tail) == bool(chunks)
     assert tail.content() == whole[-(1 << 16) :]
 
 
 @pytest.mark.parametrize(
-    "end", [b"data: [DONE]\n\n", b"data:[DONE]\r\n\r\n", b"data: [DONE]", b"data: [DONE]\n\n: bye\n\n"]
+    "end",
+    [
+        *(b"data: [DONE]\n\n", b"data:[DONE]\r\n\r\n", b"data: [DONE]", b"data: [DONE]\n\n: bye\n\n"),
+        *(b"data: [DONE]\n\n: data: [DONE] was it\n", b"data: [DONE]\n" + b":" * 60),
+    ],
 )
 def test_b031_the_terminator_is_known_in_every_dialect(end: bytes) -> None:
     tail = AnswerTail()
@@ -72,9 +80,29 @@ def test_b031_the_terminator_is_known_in_every_dialect(end: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "end", [b"data: {}\n\n", b'data: {"x":"data: [DONE]"}\n\n', b"data: [DONE]\n\ndata: {}\n\n", b""]
+    "end",
+    [
+        *(b"data: {}\n\n", b'data: {"x":"data: [DONE]"}\n\n', b"data: [DONE]\n\ndata: {}\n\n", b""),
+        # Colons that could be one comment or many must not be tried in every way.
+        b"data: [DONE]\n" + b":" * 60 + b"\nx",
+    ],
 )
 def test_what_is_no_terminator_is_not_taken_for_one(end: bytes) -> None:
     tail = AnswerTail()
     tail.feed(b"data: {}\n\n" + end)
     assert not tail.ends_with_done()
+
+
+@pytest.mark.parametrize(
+    ("stream", "last"),
+    [
+        (b"event: a\ndata: {}\n\nevent:b\r\ndata: event: c\r\n\r\n", b"b"),
+        (b'data: {}\n\ndata: {"x":"event: a"}\n\n', b""),
+        (b"event: a\n\ndata: event: b", b"a"),
+        (b"", b""),
+    ],
+)
+def test_the_last_named_event_is_one_that_begins_a_line(stream: bytes, last: bytes) -> None:
+    tail = AnswerTail()
+    tail.feed(stream)
+    assert tail.last_event() == last

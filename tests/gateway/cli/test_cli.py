@@ -94,6 +94,7 @@ def test_the_flags_of_serve_are_those_of_the_design() -> None:
         "--config",
         "--worker",
         "--mooncake-master",
+        "--mooncake-http-port",
         "--policy",
         "--host",
         "--port",
@@ -148,6 +149,8 @@ def test_print_config_shows_the_effective_settings_masked(tmp_path: Path) -> Non
         *(
             "--mooncake-master",
             "m:50051",
+            "--mooncake-http-port",
+            "8010",
             "--policy",
             "random",
             "--admin-token",
@@ -159,7 +162,7 @@ def test_print_config_shows_the_effective_settings_masked(tmp_path: Path) -> Non
     shown = tomllib.loads(done.stdout)
     assert shown["server"] == {"host": "::1", "port": 2, "log_level": "info"}
     assert shown["workers"]["urls"] == ["http://a:1", "http://b:2"]
-    assert shown["mooncake"]["master"] == "m:50051"
+    assert (shown["mooncake"]["master"], shown["mooncake"]["http_port"]) == ("m:50051", 8010)
     assert shown["routing"]["policy"] == "random"
     assert shown["admin"]["token"] == "***"  # noqa: S105
     assert "SENTINEL" not in done.stdout + done.stderr
@@ -240,7 +243,7 @@ async def test_serve_runs_and_ends_on_sigterm(tmp_path: Path) -> None:
             assert (await http.get("/ready")).status_code == 503
             assert (await http.get("/admin/v1/workers")).status_code == 401
             opened = await http.get("/admin/v1/workers", headers={"authorization": f"Bearer {token}"})
-            assert opened.json() == {"workers": []}
+            assert opened.json() == {"workers": [], "refusals": []}
             assert "server" not in opened.headers
         process.terminate()
         _, log = await asyncio.wait_for(process.communicate(), 30)
@@ -280,12 +283,14 @@ def test_a_gateway_is_not_started_as_a_worker_of_its_own(tmp_path: Path) -> None
         (["--policy", "nearest"], "no policy is called 'nearest'"),
         (["--worker", "ftp://x"], "workers.urls"),
         (["--api-keys", "gone"], "auth.api_keys_file: gone"),
+        (["--config", "strangers.toml"], "workers.ca_file: gone.pem: No such file or directory"),
         (["--config", "m.toml"], "margin_tokens"),
     ],
 )
 def test_settings_that_do_not_fit_end_serve_with_one_line(
     words: list[str], said: str, here: Run, tmp_path: Path
 ) -> None:
+    tmp_path.joinpath("strangers.toml").write_text('[workers]\nca_file = "gone.pem"\n', "utf-8")
     tmp_path.joinpath("m.toml").write_text("[routing]\noptions = {margin_tokens = 4096}\n", "utf-8")
     serve = ("serve", "--port", "0", "--admin-token", "t", *words)
     # Serving sets up the log of its process; what prints the settings does nothing to it.

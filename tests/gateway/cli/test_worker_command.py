@@ -1,6 +1,7 @@
 """`moongate worker`: in the gateway's list as long as its vLLM runs, whoever ends it."""
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -41,7 +42,10 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_worker_that_is_told_to_end_leaves_the_list_first(front, run: Run, number: int) -> None:
+async def test_a_worker_that_is_told_to_end_leaves_the_list_first(
+    front, run: Run, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    caplog.set_level(logging.INFO)
     gate = await front()
     process = await run(gate.url, "trap 'echo ended; exit 0' TERM; echo begun; while :; do sleep 0.05; done")
     assert process.stdout
@@ -50,15 +54,25 @@ async def test_a_worker_that_is_told_to_end_leaves_the_list_first(front, run: Ru
     process.send_signal(number)
     assert await asyncio.wait_for(process.stdout.readline(), 20) == b"ended\n"
     assert gate.gateway.fleet.workers() == []
+    assert "worker 127.0.0.1:21610 removed: 'moongate worker: it ends'" in caplog.messages
     assert await process.wait() == 0
 
 
-async def test_a_worker_that_fails_leaves_the_list_and_its_exit_code_is_told(front, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("end", "code", "how"), [("exit 3", 3, "exit code 3"), ("kill -KILL $$", 137, "signal SIGKILL")]
+)
+async def test_a_worker_that_fails_leaves_the_list_and_how_it_ended_is_told(
+    front, run: Run, caplog: pytest.LogCaptureFixture, end: str, code: int, how: str
+) -> None:
+    caplog.set_level(logging.INFO)
     gate = await front()
-    process = await run(gate.url, "echo no such device >&2; exit 3")
+    process = await run(gate.url, f"echo no such device >&2; {end}")
     _, said = await asyncio.wait_for(process.communicate(), 60)
-    assert (process.returncode, said) == (3, b"no such device\n")
+    assert process.returncode == code
+    assert said.decode() == f"no such device\nmoongate: the engine ended with {how}\n"
     assert gate.gateway.fleet.workers() == []
+    removed = f"worker 127.0.0.1:21610 removed: 'moongate worker: its engine ended with {how}'"
+    assert removed in caplog.messages
 
 
 async def test_a_worker_that_others_registered_stays_in_the_list(front, run: Run) -> None:

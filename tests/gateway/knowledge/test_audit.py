@@ -17,7 +17,7 @@ class Clock:
 
 def sample(predicted: int, actual: int, target: str = "w", **more: Any) -> Sample:
     tier: Tier = "local" if predicted else "none"
-    fields: dict[str, Any] = {"model": "m", "tier": tier, "block_size": 32, "fair": True, **more}
+    fields: dict[str, Any] = {"model": "m", "tier": tier, "block_size": 32, **more}
     return Sample(f"{target}-{predicted}-{actual}", target, predicted=predicted, actual=actual, **fields)
 
 
@@ -36,7 +36,7 @@ def test_errors_by_target_model_and_tier() -> None:
         sample(640, 0, tier="pool"),
         sample(0, 96, target="v"),
         sample(64, 0, model="n"),
-        sample(64, 0, fair=False),
+        sample(64, 0, excused="in_doubt"),
     )
     total = audit.total
     assert (total.turns, total.exact, total.excused) == (5, 1, 1)
@@ -52,12 +52,12 @@ def test_errors_by_target_model_and_tier() -> None:
         ("v", "m", "none"),
         ("w", "n", "local"),
     }
-    assert [(m.predicted, m.actual) for m in audit.mismatches] == [
-        (64, 32),
-        (640, 0),
-        (0, 96),
-        (64, 0),
-        (64, 0),
+    assert [(m.predicted, m.actual, m.excused) for m in audit.mismatches] == [
+        (64, 32, ""),
+        (640, 0, ""),
+        (0, 96, ""),
+        (64, 0, ""),
+        (64, 0, "in_doubt"),
     ]
     audit.forget("w")
     assert audit.series.keys() == {("v", "m", "none")}
@@ -73,7 +73,7 @@ def test_errors_by_target_model_and_tier() -> None:
         pytest.param([sample(640, 0)] * 7, "", id="too few to judge"),
         pytest.param([sample(640, 640)] * 9 + [sample(640, 0)] * 2, "", id="a few evictions in between"),
         pytest.param([sample(640, 608)] * 16, "", id="a block at the boundary"),
-        pytest.param([sample(640, 0, fair=False)] * 16, "", id="what could not be known"),
+        pytest.param([sample(640, 0, excused="in_doubt")] * 16, "", id="what could not be known"),
         pytest.param([sample(640, 0, tier="pool")] * 16, "", id="what the pool did not give"),
         pytest.param([sample(0, 0)] * 16, "", id="nothing promised, nothing found"),
     ],

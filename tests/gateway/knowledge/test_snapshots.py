@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -44,14 +45,19 @@ class Life:
 async def test_what_nobody_claimed_yet_is_in_the_next_snapshot_too(tmp_path: Path) -> None:
     path = tmp_path / "index"
     written(path)
+    an_hour_ago = time.time() - 3600
+    os.utime(path, (an_hour_ago, an_hour_ago))
     life = Life(path)
     await life.snapshots.start()
     life.follow("a")
     status = life.snapshots.status()
+    assert status.bytes == path.stat().st_size > 0
+    assert status.age_s is not None
+    assert 3600 <= status.age_s < 3700
     assert (status.unclaimed, status.unclaimed_blocks) == (1, 2)
     assert life.snapshots.claim("new") is None
     life.knowledge.expect("a", HashScheme("sha256", 32), fixed=False)
-    assert life.knowledge.scheme("a") == HashScheme("sha256", 32, "7")
+    assert life.knowledge.hashes.scheme("a") == HashScheme("sha256", 32, "7")
     path.unlink()
     await life.snapshots.close()
     restored = load(path)
@@ -102,7 +108,10 @@ async def test_a_file_that_is_no_snapshot_is_replaced(tmp_path: Path, content: b
     assert life.snapshots.status().failures == 0
 
 
-async def test_a_place_that_cannot_be_written_is_counted_and_tried_again(tmp_path: Path) -> None:
+async def test_a_place_that_cannot_be_written_is_counted_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     blocked = tmp_path / "file"
     blocked.write_text("no directory")
     life = Life(blocked / "index", interval_s=0.01)
@@ -116,6 +125,9 @@ async def test_a_place_that_cannot_be_written_is_counted_and_tried_again(tmp_pat
     assert life.snapshots.status().failures > 1
     assert life.snapshots.status().age_s is not None
     assert (blocked / "index").is_file()
+    # Each of the two once, however often it was tried.
+    said = [r.message.split(str(blocked / "index"))[1] for r in caplog.records if "written" in r.message]
+    assert said == [" can't be written: File exists", " can be written again"]
 
 
 async def test_without_a_path_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

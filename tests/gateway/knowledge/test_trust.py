@@ -116,7 +116,7 @@ async def test_b014_what_an_answer_refuted_is_not_promised_again_before_it_is_an
     for _ in range(3):
         await turn(gate)
     audit = await page(gate, "/admin/v1/audit")
-    assert [mismatch["predicted"] for mismatch in audit["mismatches"]] == [256]
+    assert [(each["predicted"], each["excused"]) for each in audit["mismatches"]] == [(256, "")]
     assert await credit(gate) == 0
     await site.announced(stored(KEYS[:4], token_ids=TOKENS[: 32 * 4]), 4)
     async with asyncio.timeout(20):
@@ -165,6 +165,11 @@ async def test_b010_what_missing_events_may_have_removed_counts_in_part_until_it
         await turn(gate)
         held = gate.gateway.knowledge.match(KEYS)
         assert (held.blocks[target], held.certain[target]) == (7, 7)
+        audit, metrics = await page(gate, "/admin/v1/audit"), await page(gate, "/metrics")
+        assert (audit["turns"], audit["excused"], audit["exact_ratio"]) == (0, 1, None)
+        assert [m["excused"] for m in audit["mismatches"]] == ["events_missing"]
+        assert 'moongate_excused_predictions_total{reason="events_missing"} 1.0' in metrics
+        assert "moongate_prediction_error_tokens_count 0.0" in metrics
     else:
         publisher.publish(cleared(), WHOLE)
         await gate.until(is_in("exact"))

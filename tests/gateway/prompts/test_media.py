@@ -13,6 +13,7 @@ from gateway.prompts.rendering import NotRendered, WorkerRenderer
 from peer import Connection, Peer, Received
 from store.hashing import HashScheme, Media, chain
 from tests.store.kv_publisher import Publisher, publishing, stored
+from workers.connecting import trusting
 
 CHAT = "/v1/chat/completions"
 METRICS = b'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha256_cbor"} 1.0\n'
@@ -132,7 +133,7 @@ async def test_features_without_a_place_for_every_item_are_not_taken(peers) -> N
         await connection.answer(200, json.dumps({"token_ids": [1], "features": features}).encode())
 
     peer = await peers(half)
-    renderer = WorkerRenderer("")
+    renderer = WorkerRenderer("", trusting())
     with pytest.raises(NotRendered, match="unreadable"):
         await renderer.rendered(peer.url, CHAT, body("cat"))
     await renderer.close()

@@ -89,7 +89,7 @@ async def test_b042_every_path_is_charged_and_counted(peers, front, method: str,
     gate = await front(peer)
     call = asyncio.create_task(gate.client.request(method, gate.url + path, data=b'{"model":"m"}'))
     await gate.until(lambda: len(peer.open) == 1)
-    assert gate.gateway.fleet.leases.total_inflight() == 1
+    assert gate.gateway.ledger.total.inflight == 1
     go.set()
     async with await call as answer:
         assert answer.status == 200

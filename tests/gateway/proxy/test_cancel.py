@@ -181,7 +181,7 @@ async def test_b002_while_a_thread_tokenizes_its_prompt(tokenizing_front) -> Non
                 break
         assert took < 0.1, api
     assert peer.received == []
-    assert gate.gateway.fleet.leases.total_inflight() == 0
+    assert gate.gateway.ledger.total.inflight == 0
 
 
 async def test_b005_three_hundred_aborts_while_prompts_are_tokenized_leave_nothing(tokenizing_front) -> None:
@@ -197,7 +197,7 @@ async def test_b005_three_hundred_aborts_while_prompts_are_tokenized_leave_nothi
         await gate.until(lambda: not tokenizing())
     await gate.until(lambda: not peer.open)
     assert len(peer.received) < 150  # most were left waiting for the thread
-    assert gate.gateway.fleet.leases.total_inflight() == 0
+    assert gate.gateway.ledger.total.inflight == 0
 
 
 async def test_b002_while_workers_are_asked_for_a_stored_response(peers, front) -> None:
@@ -252,7 +252,7 @@ async def test_b002_while_it_connects(peers, front) -> None:
                 gate,
                 request(api),
                 lambda: connecting(peer.port) > before,
-                lambda: gate.gateway.fleet.leases.total_inflight() == 0,
+                lambda: gate.gateway.ledger.total.inflight == 0,
             )
             assert took < 0.1, api
             await gate.until(lambda: connecting(peer.port) == before)
@@ -273,6 +273,37 @@ async def test_b002_while_it_still_sends_its_body(peers, front) -> None:
     assert peer.received == []
 
 
+@pytest.mark.parametrize(
+    ("api", "last"),
+    [
+        ("chat", b"data: [DONE]\n\n"),
+        ("messages", b'event: message_stop\ndata: {"type":"message_stop"}\n\n'),
+        ("responses", b'event: response.completed\ndata: {"type":"response.completed"}\n\n'),
+    ],
+)
+async def test_a_client_that_leaves_with_its_last_event_was_answered(
+    peers, front, api: str, last: bytes
+) -> None:
+    async def all_but_its_end(_: Received, connection: Connection) -> None:
+        await connection.start_stream()
+        await connection.chunk(b'event: x\ndata: {"i":0}\n\n')
+        await connection.chunk(last)
+        await connection.gone.wait()
+
+    gate = await front(await peers(all_but_its_end))
+    reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
+    writer.write(request(api))
+    await reader.readuntil(last)
+    writer.close()
+    await gate.idle()
+    async with gate.client.get(f"{gate.url}/metrics") as page:
+        text = await page.text()
+    outcomes = [line for line in text.splitlines() if line.startswith("moongate_requests_total{")]
+    assert len(outcomes) == 1
+    assert f'api="{api}"' in outcomes[0]
+    assert 'outcome="ok"' in outcomes[0]
+
+
 @pytest.mark.parametrize("phase", [before_headers, mid_stream, mid_answer])
 async def test_b004_b005_b099_three_hundred_aborts_leave_no_lease_no_connection_and_no_task(
     peers, front, phase: Handler
@@ -286,7 +317,7 @@ async def test_b004_b005_b099_three_hundred_aborts_leave_no_lease_no_connection_
     for _ in range(5):
         async with asking(gate, *requests) as writers:
             await gate.until(lambda: len(peer.open) == 60)
-            assert gate.gateway.fleet.leases.total_inflight() == 60
+            assert gate.gateway.ledger.total.inflight == 60
             for how, writer in enumerate(writers):
                 left(writer, how)
             await gate.until(lambda: not peer.open, budget_s=10)

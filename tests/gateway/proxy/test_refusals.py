@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from yarl import URL
 
 from gateway.own_url import leads_here
 from peer import ADMIN, Connection, Received
@@ -35,6 +36,43 @@ async def test_b085_a_path_for_post_alone_is_a_405_for_other_methods(
         error = json.loads(content)["error"]
         assert error["type"] == "invalid_request_error"
         assert ("code" in error) == (path != "/v1/messages")
+    assert peer.received == []
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("/v1/load_lora_adapter", 403),
+        ("/v1/unload_lora_adapter", 403),
+        ("/inference/v1/abort_requests", 403),
+        ("/inference/v1/abort%5Frequests", 403),
+        ("/v1/../collective_rpc", 400),
+        ("/v1/%2e%2E/sleep", 400),
+        ("/v1/..%2fsleep", 400),
+        ("/pooling/./x", 400),
+        ("/v1/files/.hidden", 200),
+        ("/v1/files/a..b", 200),
+    ],
+)
+async def test_no_client_changes_a_worker(peers, front, target: str, status: int) -> None:
+    peer = await peers(say_ok)
+    gate = await front(peer)
+    async with gate.client.post(URL(gate.url + target, encoded=True), json={"lora_name": "x"}) as answer:
+        assert answer.status == status
+    assert len(peer.received) == (status == 200)
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/v1/v1/messages", "//v1/messages"])
+async def test_b085_a_client_with_a_wrong_base_url_is_told_where_the_apis_are(
+    peers, front, path: str
+) -> None:
+    peer = await peers(say_ok)
+    gate = await front(peer)
+    async with gate.client.post(gate.url + path, data=CHAT) as answer:
+        assert answer.status == 404
+        assert (await answer.json())["error"]["message"] == (
+            f"no such route: POST {path}; the APIs are at /v1/..."
+        )
     assert peer.received == []
 
 
@@ -73,7 +111,7 @@ async def test_b085_a_body_that_does_not_come_is_a_408(peers, front) -> None:
     gate = await front(peer, env={"MOONGATE_TIMEOUTS__BODY_S": "0.1"})
     reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
     writer.write(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{" % PATH.encode())
-    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
     assert head.startswith(b"HTTP/1.1 408 ")
     assert b'"request_timeout"' in await reader.readuntil(b"}}")
     writer.close()
@@ -146,6 +184,7 @@ async def test_the_gateway_is_no_worker_of_itself(peers, front) -> None:
 def test_only_an_address_that_listens_is_our_own() -> None:
     assert leads_here("http://127.0.0.1:8000", ANY, {8000})
     assert leads_here("http://127.0.0.1", "127.0.0.1", {80})
+    assert not leads_here("http://[::1", ANY, {8000})
     assert not leads_here("http://127.0.0.1:8001", ANY, {8000})
     assert not leads_here("http://127.0.0.2:8000", "127.0.0.1", {8000})
     assert not leads_here("http://192.0.2.1:8000", ANY, {8000})

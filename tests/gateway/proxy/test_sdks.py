@@ -136,3 +136,10 @@ async def test_b003_a_client_that_times_out_leaves_nothing_behind(
             (await http.post(f"{url}/sim/faults", json={})).raise_for_status()
     answered = await client.chat.completions.create(model="tiny", messages=ASK, max_tokens=2)
     assert answered.usage is not None
+
+
+async def test_the_gateway_is_as_patient_as_the_sdks() -> None:
+    ours = load(None, {}, {}).timeouts
+    for default in (openai.DEFAULT_TIMEOUT, anthropic.DEFAULT_TIMEOUT):
+        assert default.read is not None
+        assert min(ours.first_byte_s, ours.between_chunks_s) >= default.read

@@ -144,7 +144,7 @@ async def test_b085_a_response_that_no_worker_has_is_a_404_in_openai_shape(peers
             with pytest.raises(openai.NotFoundError, match="'resp_no' not found") as raised:
                 await call
             assert raised.value.param == "response_id"
-    assert gate.gateway.fleet.leases.total_inflight() == 0
+    assert gate.gateway.ledger.total.inflight == 0
 
 
 async def test_b085_an_id_that_is_no_text_is_one_that_nobody_has(peers, front) -> None:
@@ -152,6 +152,15 @@ async def test_b085_an_id_that_is_no_text_is_one_that_nobody_has(peers, front) -
     body = json.dumps({**ASK, "previous_response_id": "\ud800"})
     async with gate.client.post(f"{gate.url}/v1/responses", data=body) as answer:
         assert answer.status == 404
+
+
+@pytest.mark.parametrize("word", ["render", "compact", "input_tokens"])
+async def test_b089_what_is_posted_beside_the_responses_is_placed_by_load(peers, front, word: str) -> None:
+    keepers = [Keeper("a"), Keeper("b")]
+    gate = await front(*[await peers(keeper) for keeper in keepers])
+    async with gate.client.post(f"{gate.url}/v1/responses/{word}?x=1", json=ASK) as answer:
+        assert json.loads(await answer.read())["id"] == word
+    assert [one for keeper in keepers for one in keeper.asked] == [("POST", f"/v1/responses/{word}?x=1")]
 
 
 async def test_an_id_is_no_way_to_another_path(peers, front) -> None:
@@ -185,6 +194,34 @@ async def test_b090_no_other_worker_answers_while_the_holder_is_away(peers, fron
         assert answer.status == 503
         assert int(answer.headers["retry-after"]) >= 1
     assert len(keepers[1 - owner].asked) == asked + 1
+    await gate.idle()
+
+
+@pytest.mark.parametrize("gone", ["deaf", "stopped"])
+async def test_what_is_asked_of_a_worker_that_hangs_ends_before_a_turn_would(peers, front, gone: str) -> None:
+    keeper = Keeper("a")
+
+    async def hangs(request: Received, connection: Connection) -> None:
+        if request.target == "/v1/responses":
+            await keeper(request, connection)
+        else:
+            await connection.gone.wait()
+
+    worker = await peers(hangs)
+    budget = {"deaf": "TIMEOUTS__FAILOVER_S", "stopped": "WORKERS__HEALTH_TIMEOUT_S"}[gone]
+    gate = await front(worker, env={f"MOONGATE_{budget}": "0.1"})
+    response_id = await made(gate)
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+        worker.silent = False
+        await gate.until(lambda: gate.gateway.fleet.workers()[0].state == "up")
+        asked = gate.client.request(method, f"{gate.url}/v1/responses/{response_id}{path}")
+        answered = asyncio.create_task(asyncio.wait_for(asked, 20))
+        await gate.until(lambda: len(worker.open) == 1)
+        worker.silent = gone == "stopped"
+        async with await answered as answer:
+            assert answer.status == 504
+            assert (await answer.json())["error"]["code"] == "upstream_timeout"
+        await gate.until(lambda: not worker.open)
     await gate.idle()
 
 

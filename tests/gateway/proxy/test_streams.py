@@ -238,3 +238,33 @@ async def test_b029_a_compressed_stream_ends_as_its_framing_says(peers, front) -
     (worker,) = gate.gateway.fleet.workers()
     assert worker.breaker.failures == 0
     assert all(record.outcome.kind == "ok" for record in gate.gateway.decisions.recent(3))
+
+
+@pytest.mark.parametrize("framing", ["transfer-encoding: chunked", "x-length: unknown", "content-length: 99"])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_b028_an_answer_that_a_worker_breaks_off_looks_whole_to_no_client(
+    peers, front, framing: str, version: str
+) -> None:
+    async def dies(_: Received, connection: Connection) -> None:
+        await connection.send(
+            f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n{framing}\r\n\r\n".encode()
+        )
+        await connection.send(b"4\r\nhalf\r\n" if "chunked" in framing else b"half")
+        await sent.wait()
+        connection.reset()
+
+    sent = asyncio.Event()
+    gate = await front(await peers(dies))
+    reader, writer = await asyncio.open_connection("127.0.0.1", gate.port)
+    head = f"POST /v1/chat/completions HTTP/{version}\r\nhost: x\r\ncontent-length: {len(body())}\r\n\r\n"
+    writer.write(head.encode() + body())
+    answer = await reader.readuntil(b"half")
+    sent.set()
+    if b"content-length" in answer or b"chunked" in answer:
+        # The client misses the rest, or the last chunk.
+        assert await reader.read() in (b"", b"\r\n")
+    else:
+        with pytest.raises(ConnectionResetError):
+            await reader.read()
+    writer.close()
+    await gate.idle()

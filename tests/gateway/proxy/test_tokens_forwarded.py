@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,19 @@ async def test_the_first_difference_among_the_turns_ends_it_for_that_api_alone(p
     worker.otherwise = False
     await turn(gate, "/v1/messages")
     assert b"prompt_token_ids" in worker.turns[-1]
+
+
+async def test_however_many_turns_there_are_one_a_second_is_compared(proven) -> None:
+    gate, _ = await proven({"MOONGATE_PROMPT__AUDIT_FRACTION": "1"})
+    parity = gate.gateway.prompts.parity
+    began = time.monotonic()
+
+    async def compared() -> int:
+        counts = re.findall(r"moongate_parity_checks_total\{[^}]*\} (\S+)", await page(gate, "/metrics"))
+        return int(sum(map(float, counts)))
+
+    before = await compared()
+    for _ in range(20):
+        await turn(gate, CHAT)
+        await gate.until(lambda: not parity._checks)
+    assert 2 <= await compared() - before <= 2 + time.monotonic() - began

@@ -1,6 +1,6 @@
 """Who may take a turn, and the reasons that give way rather than cost one."""
 
-from gateway.routing.eligibility import eased, why_nobody
+from gateway.routing.eligibility import Room, eased, why_nobody, within
 from policies.types import Candidate
 
 
@@ -15,6 +15,17 @@ def test_an_open_breaker_gives_way_when_nobody_else_is_left() -> None:
     missed = Candidate("d", "missed")
     assert excluded(eased([missed, down, well], [1, 1, 1])) == ["missed", "down", ""]
     assert excluded(eased([missed, down], [1, 1])) == ["", "down"]
+
+
+def test_who_is_left_as_a_last_resort_has_no_more_room_than_others() -> None:
+    full, failing, missed = (
+        Candidate("a", inflight=2),
+        Candidate("b", "breaker", inflight=2),
+        Candidate("c", "missed"),
+    )
+    given = within(Room(requests=2), [full, failing, missed, Candidate("d", "down", inflight=2)], 0)
+    assert excluded(given) == ["full", "full", "missed", "down"]
+    assert excluded(eased(given, [])) == ["full", "full", "", "down"]
 
 
 def test_b048_a_fresh_worker_gets_its_share_and_not_all_that_is_cold() -> None:

@@ -160,6 +160,7 @@ async def test_b047_an_explanation_shows_every_term_its_rates_and_the_margin_and
         serve(peer, model)
     kept = {"MOONGATE_ROUTING__POLICY_PATH": str(tmp_path / "policy.json")}
     gate = await front(*fleet, env={"MOONGATE_ROUTING__POLICY": "expected_ttft", **kept})
+    await gate.tokenizers()
     body = chat("Where to? " * 100)
 
     async def explained() -> dict[str, Any]:
@@ -282,7 +283,7 @@ async def test_b045_two_gateways_see_each_others_turns_and_no_longer_than_these_
         """Until a decision there would go by as many turns of others as `condition` wants."""
         async with asyncio.timeout(20):
             while True:
-                second.gateway.router._full_at = 0.0  # reports are taken over once a second
+                second.gateway.router._roster._full_at = 0.0  # reports are taken over once a second
                 explain = f"{second.url}/admin/v1/explain"
                 async with second.client.post(explain, json=chat("Where?"), headers=ADMIN) as answer:
                     shown = (await answer.json())["candidates"]

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import json
 import os
+import threading
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -294,6 +295,12 @@ async def test_rules_go_by_tenant_and_key_as_authenticated_and_never_show_the_ke
         headers = {"authorization": f"Bearer {key}", "x-tenant": "acme", "tenant": "acme"}
         async with gate.client.post(url, json=sent, headers=headers) as answer:
             assert answer.headers["x-moongate-policy"] == expected
+    explain = gate.url + "/admin/v1/explain"
+    for name, expected in (("ci-1", "random"), (f"sha256:{digest}", "round_robin"), ("", "expected_ttft")):
+        async with gate.client.post(explain, json=sent, params={"key": name}, headers=ADMIN) as answer:
+            assert (await answer.json())["policy"] == expected
+    async with gate.client.post(explain, json=sent, params={"key": "acme"}, headers=ADMIN) as answer:
+        assert (answer.status, (await answer.json())["error"]["param"]) == (400, "key")
     async with gate.client.get(gate.url + "/admin/v1/decisions", headers=ADMIN) as answer:
         assert "SENTINEL" not in await answer.text()
     await gate.idle()
@@ -301,12 +308,6 @@ async def test_rules_go_by_tenant_and_key_as_authenticated_and_never_show_the_ke
     assert "SENTINEL" not in log.read_text()
     facts = [json.loads(line)["facts"] for line in log.read_text().splitlines()]
     assert [f["key"] for f in facts] == ["ci-1", f"sha256:{digest}"]
-
-
-def named_pipe(path: Path) -> None:
-    """Who writes to it waits until somebody reads."""
-    path.parent.mkdir(exist_ok=True)
-    os.mkfifo(path)
 
 
 class TestCommand:
@@ -328,7 +329,8 @@ class TestCommand:
         file = tmp_path / "policy.toml"
         file.write_text('policy = "round_robin"\n[guards]\nmax_inflight = 9\n')
         code, out, _ = await run("validate", str(file))
-        assert (code, out.splitlines()[0]) == (0, "the document is valid")
+        nothing = "before and after are not compared: there is no turn lately that both policies could place"
+        assert (code, out.splitlines()) == (0, ["the document is valid", nothing])
         assert await run("put", str(file), "--comment", "evenly") == (0, "version 2 is in force\n", "")
         code, out, err = await run("get")
         assert (code, json.loads(out)) == (0, DOCUMENT)
@@ -350,6 +352,9 @@ class TestCommand:
             0,
             "warning: 1 of the last turns would have been turned away: nobody may",
         )
+        code, out, _ = await run("put", str(file))
+        warning = "warning: rules[0].workers[0]: no worker fits 'nobody'"
+        assert (code, out.splitlines()) == (0, ["version 2 is in force", warning])
 
     async def test_a_conflict_and_a_bad_document_end_with_1(self, run: Any, tmp_path: Path) -> None:
         file = tmp_path / "policy.json"
@@ -391,32 +396,32 @@ class TestShadow:
         assert (await policy.turn())[1] == "round_robin"
         assert (await self.ask(policy, "GET"))[0] == 404
 
-    async def during_a_write(self, policy: Policy, path: str, *asked: tuple[str, str, Any]) -> list[int]:
-        """What is asked for while the first of it can't be written to disk yet; the statuses."""
-        beside = path + ".new"
-        await asyncio.to_thread(named_pipe, Path(beside))
+    async def during_a_write(
+        self, policy: Policy, monkeypatch: pytest.MonkeyPatch, *asked: tuple[str, str, Any]
+    ) -> list[int]:
+        """What is asked for while the first of it is not on disk yet; the statuses."""
+        written = threading.Event()
+        monkeypatch.setattr(os, "fsync", lambda _: written.wait(60))
         tasks: list[asyncio.Task[tuple[int, Any]]] = []
         for each in asked:
             tasks.append(asyncio.create_task(self.ask(policy, *each)))
             for _ in range(3):
                 await policy.ask("GET")
-        await asyncio.to_thread(Path(beside).read_bytes)
+        written.set()
         return [status for status, _ in await asyncio.gather(*tasks)]
 
-    async def test_it_is_promoted_once(self, policy: Policy, env: dict[str, str]) -> None:
+    async def test_it_is_promoted_once(self, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
         await self.ask(policy, "PUT", body={"policy": "round_robin"})
-        path = env["MOONGATE_ROUTING__POLICY_PATH"]
-        found = await self.during_a_write(policy, path, *[("POST", "/promote", None)] * 5)
+        found = await self.during_a_write(policy, monkeypatch, *[("POST", "/promote", None)] * 5)
         assert sorted(found) == [200, 404, 404, 404, 404]
         assert (await policy.ask("GET"))[1]["version"] == 2
 
     async def test_one_that_is_set_during_a_promotion_stays(
-        self, policy: Policy, env: dict[str, str]
+        self, policy: Policy, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         await self.ask(policy, "PUT", body={"policy": "round_robin"})
-        path = env["MOONGATE_ROUTING__POLICY_PATH"]
         asked = ("POST", "/promote", None), ("PUT", "", {"policy": "random"})
-        assert await self.during_a_write(policy, path, *asked) == [200, 200]
+        assert await self.during_a_write(policy, monkeypatch, *asked) == [200, 200]
         assert (await policy.ask("GET"))[1]["document"] == {"policy": "round_robin"}
         status, shown = await self.ask(policy, "GET")
         assert (status, shown["document"]) == (200, {"policy": "random"})
@@ -426,3 +431,36 @@ class TestShadow:
         assert (await self.ask(policy, "DELETE"))[0] == 204
         assert (await self.ask(policy, "GET"))[0] == 404
         assert (await self.ask(policy, "POST", "/promote"))[0] == 404
+
+
+async def test_a_turn_that_a_rule_leaves_to_nobody_is_counted_recorded_and_told(
+    policy: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = {"name": "none of these", "workers": ["nobody-*"], "spill": False}
+    assert (await policy.ask("PUT", body={"rules": [rule]}))[0] == 200
+    sent = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+    gate, ids = policy.gate, []
+    for _ in range(3):
+        async with gate.client.post(f"{gate.url}/v1/chat/completions", json=sent) as answer:
+            assert answer.status == 503
+            ids.append(answer.headers["x-request-id"])
+            why = (await answer.json())["error"]["message"]
+    assert why.startswith("no worker can take this turn now: ")
+    assert why.endswith(" rule")
+    await gate.idle()
+    async with gate.client.get(f"{gate.url}/metrics") as page:
+        lines = [line for line in (await page.text()).splitlines() if "moongate_decisions_total{" in line]
+    assert [line for line in lines if 'action="none"' in line and line.endswith(" 3.0")] == lines
+    async with gate.client.get(f"{gate.url}/admin/v1/decisions", headers=ADMIN) as answer:
+        shown = (await answer.json())["decisions"]
+    assert [each["request_id"] for each in shown] == ids[::-1]
+    assert {(d["target"], d["action"], d["rule"], d["outcome"]["status"]) for d in shown} == {
+        (None, "none", "none of these", 503)
+    }
+    said = f"{why} (rule 'none of these')"
+    assert [line for line in caplog.messages if "503" in line] == [f"1 turn was refused with 503: {said}"]
+    async with gate.client.get(f"{gate.url}/ready") as ready:
+        assert ready.status == 200
+        assert f"turns are refused with 503: {said}" in (await ready.json())["reasons"]
+    gate.gateway._unplaced.close()
+    assert caplog.messages[-1] == f"2 more turns were refused with 503 in the last minute: {said}"

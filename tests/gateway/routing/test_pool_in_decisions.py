@@ -110,7 +110,7 @@ async def test_a_turn_that_fails_over_finds_nothing_of_the_dead_worker_in_the_po
 
     async def look(_: Received, connection: Connection) -> None:
         # An engine looks again while it can't load; the turn before it waits 0.25 s for the removal at most.
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while rig.stores[0].prefix(chain.digests):
                 await asyncio.sleep(0.01)
         seen.append(0)
@@ -198,6 +198,10 @@ async def test_a_drained_worker_gets_no_turns_and_hands_its_blocks_on(own_rig: P
             assert answer.status == 200, await answer.text()
             return await answer.json()
 
+    async def reasons() -> list[str]:
+        async with gate.client.get(f"{gate.url}/ready") as ready:
+            return (await ready.json())["reasons"]
+
     assert (await explained(gate, body))[leaving]["own_segment_tokens"] == 5 * 32
     assert (await ask("GET"))["drain"] is None
     view = await ask("PATCH", json={"drain": True})
@@ -212,6 +216,10 @@ async def test_a_drained_worker_gets_no_turns_and_hands_its_blocks_on(own_rig: P
             await asyncio.sleep(0.05)
     assert (await explained(gate, body))[leaving]["excluded"] == "cordoned"
     assert not (await ask("PATCH", json={"drain": False}))["cordoned"]
+    closed = f"the pool segment of worker {leaving} stays closed (DRAINED) until its process starts anew"
+    async with asyncio.timeout(30):
+        while closed not in await reasons():
+            await asyncio.sleep(0.05)
 
 
 async def test_a_worker_without_a_pool_cannot_be_drained_and_stays_as_it_is(peers, front) -> None:
@@ -264,3 +272,23 @@ async def test_b067_a_reset_of_a_workers_cache_takes_nothing_from_the_pool(
         assert (await post(gate, body))["x-moongate-action"] == "pull"
     shown = (await pool_view(gate))["layouts"]
     assert [(each["groups"], each["tp_ranks"], each["found"]) for each in shown] == [([0, 1], 1, True)]
+
+
+async def test_a_prompt_too_short_to_be_cached_is_judged_while_the_pool_does_not_answer(
+    rig: PoolRig, peers, front
+) -> None:
+    async def nothing_cached(_: Received, connection: Connection) -> None:
+        usage = {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+        await connection.answer(200, json.dumps({"usage": usage}).encode(), "content-type: application/json")
+
+    worker = await peers(nothing_cached)
+    rig.serve(worker)
+    nobody = next(PORTS)
+    away = {"MOONGATE_MOONCAKE__MASTER": f"127.0.0.1:{nobody}", "MOONGATE_MOONCAKE__HTTP_PORT": str(nobody)}
+    gate = await front(worker, env=rig.env(worker) | away)
+    await gate.tokenizers()
+    total = gate.gateway.audit.total
+    for content, found in (("hi", (1, 0)), ("word " * 200, (1, 1))):
+        await post(gate, {"model": "m", "messages": [{"role": "user", "content": content}]})
+        await gate.idle()
+        assert (total.turns, total.excused) == found

@@ -54,8 +54,8 @@ async def test_b077_a_worker_of_two_gateways_has_load_and_blocks_in_each_by_itse
         peer.handler = hold
         turns = [asyncio.create_task(chosen(one)) for _ in range(3)]
         await one.until(lambda: len(peer.open) == 3)
-        assert one.gateway.fleet.leases.total_inflight() == 3
-        assert other.gateway.fleet.leases.total_inflight() == 0
+        assert one.gateway.ledger.total.inflight == 3
+        assert other.gateway.ledger.total.inflight == 0
         for turn in turns:
             turn.cancel()
         await one.idle()

@@ -88,7 +88,9 @@ async def session(
     card = {"id": "m", "root": str(tiny_model)}
     peer.pages["/v1/models"] = json.dumps({"object": "list", "data": [card]}).encode()
     peer.pages["/metrics"] = METRICS
-    return Session(await front(peer))
+    gate = await front(peer)
+    await gate.tokenizers()
+    return Session(gate)
 
 
 async def test_a_conversation_that_grows_does_not_break(session: Session) -> None:

@@ -39,7 +39,7 @@ def test_hop_by_hop_and_connection_named_lines_stay_on_their_hop() -> None:
 
 
 def test_b079_workers_see_the_configured_credential_or_none() -> None:
-    for name in (b"authorization", b"x-api-key"):
+    for name in (b"authorization", b"x-api-key", b"api-key", b"cookie", b"proxy-authorization"):
         request = [(name, b"Bearer client-secret"), (name, b"again")]
         assert names(for_worker(request, api_key="", request_id="r", rank=None)) == [b"x-request-id"]
         keyed = for_worker(request, api_key="wkey", request_id="r", rank=None)

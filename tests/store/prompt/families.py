@@ -23,7 +23,8 @@ from tokenizers import (
     trainers,
 )
 
-from tests.store.prompt.corpus import FRAGMENTS, bodies
+from tests.store.prompt.corpus import bodies
+from tests.store.prompt.pieces import FRAGMENTS
 from workers.launch.byte_level import special, train_byte_level
 from workers.launch.tiny_model import WORDS
 

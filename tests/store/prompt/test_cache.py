@@ -15,8 +15,8 @@ from store.prompt.kept import Kept
 from store.prompt.local import LocalPrompts
 from store.prompt.rendering import Renderer
 from store.prompt.request import ChatPrompt, Prompt, PromptRequest, TextPrompt, TokensPrompt, Unrenderable
-from tests.store.prompt.corpus import FRAGMENTS, assistant, call, result, system, user
 from tests.store.prompt.families import FAMILIES
+from tests.store.prompt.pieces import FRAGMENTS, assistant, call, result, system, user
 
 SCHEMES = (HashScheme("sha256_cbor", 16), HashScheme("xxhash", 32, "0"), HashScheme("sha256", 1))
 
@@ -128,6 +128,17 @@ def test_growing_text_prompts(
         text += f"<|im_start|><s><start_of_turn><|start_header_id|>{part}"
         for prompts in caches:
             check(prompts, TextPrompt(text=text, add_special_tokens=special), scheme, None)
+
+
+def test_a_text_that_goes_on_otherwise_where_the_last_one_was_cut_is_not_cut_there(
+    caches: Sequence[LocalPrompts],
+) -> None:
+    """Of a blank before a word the tokenizer makes one token, of one before the token that is cut at two."""
+    begin = "<|im_start|><s><start_of_turn><|start_header_id|>"
+    for goes_on in (begin, "Hello, world!", begin, ""):
+        for prompts in caches:
+            text = begin + "filler text, " * 100 + goes_on
+            check(prompts, TextPrompt(text=text, add_special_tokens=False), SCHEMES[0], None)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

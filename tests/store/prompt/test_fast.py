@@ -13,7 +13,7 @@ from store.hashing import HashScheme
 from store.prompt.fast import FastEncoder
 from store.prompt.local import LocalPrompts
 from store.prompt.request import TextPrompt
-from tests.store.prompt.corpus import FRAGMENTS
+from tests.store.prompt.pieces import FRAGMENTS
 from workers.launch.tiny_model import WORDS
 
 texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=20), max_size=8).map("".join)

@@ -7,8 +7,9 @@ import pytest
 from store.hashing import HashScheme, chain
 from store.prompt.local import LocalPrompts
 from store.prompt.request import TextPrompt, Unrenderable
-from tests.store.prompt.corpus import BOS, CHAT, MESSAGES, RESPONSES, TEXT, bodies, digest, request_of
+from tests.store.prompt.corpus import CHAT, MESSAGES, RESPONSES, TEXT, bodies, digest, request_of
 from tests.store.prompt.families import FAMILIES
+from tests.store.prompt.pieces import BOS
 from tests.store.prompt.record import read
 
 SCHEME = HashScheme("sha256_cbor", 16)

@@ -14,8 +14,8 @@ from store.prompt.local import LocalPrompts
 from store.prompt.media import MARK, MediaPart
 from store.prompt.rendering import Renderer
 from store.prompt.request import ChatPrompt, MessagesPrompt, Prompt, TextPrompt, Unrenderable
-from tests.store.prompt.corpus import FRAGMENTS, assistant, result, system, user
 from tests.store.prompt.families import make_family
+from tests.store.prompt.pieces import FRAGMENTS, assistant, result, system, user
 
 SCHEME = HashScheme("sha256_cbor", 16)
 IMAGE: dict[str, Any] = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}

@@ -19,8 +19,8 @@ from store.prompt.normalise import conversation, tools
 from store.prompt.request import ChatPrompt, MessagesPrompt, ResponsesPrompt, Unrenderable
 from store.prompt.responses import chat_of_responses
 from store.prompt.template import ContentFormat, read_template
-from tests.store.prompt.corpus import ODD_TOOLS, WEATHER, assistant, call, system, user
 from tests.store.prompt.families import LLAMA2, LLAMA3, PARTS, PHI, QWEN3
+from tests.store.prompt.pieces import ODD_TOOLS, WEATHER, assistant, call, system, user
 
 SCHEME = HashScheme("sha256_cbor", 16)
 
@@ -83,6 +83,7 @@ def test_nothing_given_in_is_modified() -> None:
         ({"messages": [user("q")], "chat_template_kwargs": {"documents": False}}, "invalid"),
         ({"messages": [user("q")], "chat_template_kwargs": {"tools": ["x"]}}, "template_error"),
         ({"messages": [user("q")], "continue_final_message": True}, "template_error"),
+        ({"messages": [user("q")], "chat_template_kwargs": {"messages": []}}, "template_error"),
         ({"messages": [user("q")], "truncate_prompt_tokens": -1}, "truncate_to_model_length"),
         ({"messages": [user("q")], "truncate_prompt_tokens": 0}, "invalid"),
     ],

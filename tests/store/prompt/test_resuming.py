@@ -16,8 +16,8 @@ from store.prompt.rendering import Renderer, Text
 from store.prompt.request import ChatPrompt, Unrenderable
 from store.prompt.resuming import PROGRESS, LoopFacts, Past, Progress, keys_of, mark_loop
 from store.prompt.template import lists_of_messages
-from tests.store.prompt.corpus import WEATHER, assistant, user
 from tests.store.prompt.families import FAMILIES
+from tests.store.prompt.pieces import WEATHER, assistant, user
 from tests.store.prompt.test_cache import conversations, long_chat
 
 

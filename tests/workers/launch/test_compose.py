@@ -1,6 +1,8 @@
 """docker-compose.yml repeats the launcher's flags by hand; these tests keep the two from drifting apart."""
 
 import json
+import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,15 @@ def test_the_gateway_is_told_of_every_worker(services: dict[str, Any]) -> None:
     named = {word for word in services["gateway"]["command"] if word.startswith("--worker=")}
     addresses = {services[name]["networks"]["fleet"]["ipv4_address"] for name in ("worker-1", "worker-2")}
     assert named == {f"--worker=http://{address}:8000" for address in addresses}
+
+
+def test_the_image_has_every_package_that_the_command_imports() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    packages = {pattern.rstrip("*") for pattern in project["include"]}
+    copied = set(re.findall(r"^COPY (\w+) \1$", (ROOT / "deploy/Dockerfile").read_text(), re.MULTILINE))
+    sent = set(re.findall(r"^!(\w+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
+    assert packages == copied
+    assert packages <= sent
 
 
 def without_default(value: str) -> str:

@@ -43,9 +43,9 @@ UP = """
 import sys
 from pathlib import Path
 from workers.launch.fleet import LocalFleet, up
-directory, stand_in, port, ends_in, drain_s, *worker_args = sys.argv[1:]
+directory, stand_in, port, gateway_args, drain_s, *worker_args = sys.argv[1:]
 fleet = LocalFleet(engine="vllm", port=int(port), directory=Path(directory), vllm_python=Path(stand_in),
-                   gateway=(stand_in,), gateway_args=("--ends-in", ends_in) if ends_in else (),
+                   gateway=(stand_in,), gateway_args=tuple(gateway_args.split()),
                    drain_s=float(drain_s), worker_args=tuple(worker_args))
 sys.exit(up(fleet, say=lambda line: print(line, flush=True), progress=lambda line: print(line, flush=True)))
 """
@@ -114,12 +114,12 @@ class Launch:
     made: list[Running]
 
     async def __call__(
-        self, *worker_args: str, port: int = 0, ends_in: str = "", drain_s: float = 30
+        self, *worker_args: str, port: int = 0, gateway_args: str = "", drain_s: float = 30
     ) -> Running:
         port = port or next(ports(above=21_440))
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", UP, str(self.directory), str(self.stand_in), str(port)),
-            *(ends_in, str(drain_s), *worker_args),
+            *(gateway_args, str(drain_s), *worker_args),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
@@ -156,7 +156,7 @@ async def test_a_signal_ends_everything_and_leaves_only_the_logs(
 
 
 async def test_turns_under_way_get_the_drain_time_that_the_gateway_promises(launch: Launch) -> None:
-    running = await launch(ends_in="2.5", drain_s=1)  # and 2 s for the gateway to end
+    running = await launch(gateway_args="--ends-in 2.5", drain_s=1)  # and 2 s for the gateway to end
     await running.until("ready ")
     running.process.terminate()
     await running.until("turns under way have 1 s to end")
@@ -167,7 +167,7 @@ async def test_turns_under_way_get_the_drain_time_that_the_gateway_promises(laun
 
 
 async def test_a_second_signal_does_not_wait_for_turns(launch: Launch) -> None:
-    running = await launch(ends_in="60")
+    running = await launch(gateway_args="--ends-in 60")
     await running.until("ready ")
     running.process.send_signal(signal.SIGINT)
     await running.until("another signal ends everything at once")
@@ -184,10 +184,14 @@ async def test_the_ready_line_says_where_and_ends_with_a_curl_that_works(launch:
     assert f"base_url={base}/v1" in words
     assert f"admin={base}/admin/v1" in words
     assert any(word.startswith("token=") and len(word) > 20 for word in words)
-    assert not any(word.startswith("ui=") for word in words)  # the stand-in has none
     curl = words[words.index("curl") :]
     assert f"{base}/v1/chat/completions" in curl
     assert json.loads(curl[curl.index("-d") + 1])["model"] == "moongate-tiny"
+
+
+async def test_the_ready_line_has_the_token_that_the_gateway_is_given(launch: Launch) -> None:
+    running = await launch(gateway_args="--admin-token sesame")
+    assert "token=sesame" in shlex.split(await running.until("ready "))
 
 
 async def test_a_killed_worker_comes_back_on_its_port(launch: Launch) -> None:

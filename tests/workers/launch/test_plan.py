@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from workers.launch.model import LocalModel
-from workers.launch.plan import LocalFleet, Plan
+from workers.launch.plan import LocalFleet, Plan, with_one_token
 from workers.launch.server import Server
 
 MODEL = LocalModel(path="/models/m", name="m", load_format="dummy", offline=True, max_positions=4096)
@@ -31,6 +31,14 @@ def test_no_port_is_given_out_twice(tmp_path: Path) -> None:
     assert min(ports) > BASE
 
 
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("::1", "http://[::1]:8000"), ("::", "http://127.0.0.1:8000"), ("10.0.0.1", "http://10.0.0.1:8000")],
+)
+def test_an_ipv6_address_is_in_brackets_where_a_url_is_made_of_it(host: str, url: str) -> None:
+    assert LocalFleet(host=host, port=8000).url == url
+
+
 def test_the_gateway_is_told_of_the_workers_and_the_pool(tmp_path: Path) -> None:
     made = plan(LocalFleet(workers=2, port=BASE, gateway_args=("--policy", "x")), tmp_path)
     gateway = made.gateway("secret")
@@ -47,6 +55,26 @@ def test_the_admin_token_is_not_on_the_command_line(tmp_path: Path) -> None:
     gateway = plan(LocalFleet(port=BASE), tmp_path).gateway("secret")
     assert "secret" not in gateway.argv
     assert gateway.env["MOONGATE_ADMIN__TOKEN"] == "secret"  # noqa: S105 (a test's)
+
+
+@pytest.mark.parametrize(
+    ("words", "token", "rest"),
+    [
+        ("--admin-token sesame --policy x", "sesame", "--policy x"),
+        ("--policy x --admin-token=se=same", "se=same", "--policy x"),
+        ("--admin-token a --admin-token b", "b", ""),
+        ("--policy x", "of-up", "--policy x"),
+        ("--admin-token=", "of-up", ""),
+        ("--policy x --admin-token", "of-up", "--policy x --admin-token"),
+    ],
+)
+def test_the_gateway_has_one_admin_token_whoever_gives_it(words: str, token: str, rest: str) -> None:
+    fleet = with_one_token(LocalFleet(gateway_args=tuple(words.split()), admin_token="of-up"))  # noqa: S106
+    assert (fleet.admin_token, fleet.gateway_args) == (token, tuple(rest.split()))
+
+
+def test_a_token_that_nobody_gives_is_made() -> None:
+    assert len(with_one_token(LocalFleet()).admin_token) > 20
 
 
 def test_without_a_pool_nobody_is_told_of_one(tmp_path: Path) -> None:

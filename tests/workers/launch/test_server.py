@@ -99,7 +99,7 @@ async def test_a_process_that_never_serves_is_given_up_and_stopped(servers: Serv
 async def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(servers: Servers) -> None:
     server = servers.make("stubborn")
     await server.start()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await server.stop(0.3)
     assert await server.wait() == -signal.SIGKILL
 

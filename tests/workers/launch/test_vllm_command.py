@@ -60,6 +60,9 @@ def test_a_lost_block_is_recomputed_not_an_error() -> None:
 def test_the_events_publisher_binds(host: str) -> None:
     endpoint = config(replace(SPEC, host=host), "kv-events-config")["endpoint"]
     assert "*" in endpoint or "::" in endpoint  # vLLM connects out to anything else
+    if host == "::1":
+        assert endpoint == "tcp://[::1]:8102"
+        assert replace(SPEC, host=host).url == "http://[::1]:8101"
 
 
 def test_events_of_a_local_worker_are_not_for_the_network() -> None:

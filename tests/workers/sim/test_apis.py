@@ -82,9 +82,12 @@ async def test_a_response_can_be_a_tool_call(client: openai.AsyncOpenAI) -> None
     whole = await client.responses.create(**asked)
     called: Any = whole.output[0]
     assert (whole.status, called.name, json.loads(called.arguments)) == ("completed", "read", CALLED)
-    events = [event async for event in await client.responses.create(**asked, stream=True)]
-    parts = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-    assert json.loads("".join(parts)) == CALLED
+    for _ in range(5):  # steps that a busy machine is late for come as one
+        events = [event async for event in await client.responses.create(**asked, stream=True)]
+        parts = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+        assert json.loads("".join(parts)) == CALLED
+        if len(parts) > 1:
+            break
     assert len(parts) > 1
 
 
@@ -131,7 +134,7 @@ async def test_a_background_response_is_worked_on_until_it_is_cancelled(tiny_mod
     ):
         short = await client.responses.create(model="tiny", input="a", max_output_tokens=2, background=True)
         assert short.status == "queued"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (await client.responses.retrieve(short.id)).status != "incomplete":
                 await asyncio.sleep(0.01)
         long = await client.responses.create(model="tiny", input="a", max_output_tokens=900, background=True)

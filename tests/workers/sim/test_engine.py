@@ -7,19 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.sim.engine import (
-    Effect,
-    Engine,
-    Finished,
-    Limits,
-    Load,
-    Rates,
-    Removed,
-    Save,
-    Started,
-    Stored,
-    Turn,
-)
+from workers.sim.engine import Engine, Limits, Rates
+from workers.sim.turn import Effect, Finished, Load, Removed, Save, Started, Stored, Turn
 
 SIZE = 4
 RATES = Rates(prefill_tok_s=1000.0, step_s=0.01, decode_seq_s=0.001)

@@ -120,7 +120,8 @@ async def test_b065_without_a_master_everything_is_a_miss_at_once(master: Moonca
         assert pool.exists(digests(1)) == [False]
         assert pool.get(digests(1)) == [False]
         assert pool.put(digests(1)) == [False]
-    assert time.monotonic() - began < 3
+    # 60 calls, of which each that waited would take a second or more.
+    assert time.monotonic() - began < 15
 
 
 async def test_b065_a_restarted_master_is_used_again(master: MooncakeMaster) -> None:

@@ -1,0 +1,128 @@
+"""Every registered target as policies see it where nothing is known of a prompt.
+
+Between two events that is the same for all turns: a candidate is made anew when a turn came or went there, or
+the fleet changed, and all are now and then, for what changes with time alone.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from gateway.routing.eligibility import why_not
+from policies.candidates import EVERY_S, NOTHING, Standing, candidate, pressure
+from policies.ledger import Ledger
+from policies.sessions import Sessions
+from policies.types import Candidate
+from store.knowledge import Knowledge
+from workers.fleet import Fleet
+from workers.worker import Target
+
+# What a target did lately is forgotten by half in a minute, and its worker's report is a second old.
+_ANEW_S: Final = 0.1
+# Models of which candidates are kept; a client can name any where no worker has said what it serves.
+_MODELS: Final = 64
+
+
+class _Shown:
+    """For turns of one model. at: when all were made. stale: those that are made anew for the next turn."""
+
+    __slots__ = ("at", "candidates", "stale")
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+        self.candidates: tuple[Candidate, ...] = ()
+        self.stale: set[str] = set()
+
+
+class Roster:
+    """places: where each target stands among the candidates, by name."""
+
+    def __init__(self, fleet: Fleet, ledger: Ledger, knowledge: Knowledge, sessions: Sessions) -> None:
+        self._fleet = fleet
+        self._ledger = ledger
+        self._knowledge = knowledge
+        self._sessions = sessions
+        self.targets: Sequence[Target] = ()
+        self.places: dict[str, int] = {}
+        self._version = -1
+        self._shown: dict[str, _Shown] = {}
+        # By target: tokens that its cache holds at most, and what making room there costs others.
+        self._full: dict[str, tuple[int, float]] = {}
+        self._full_at = 0.0
+
+    def shown(self, model: str, now: float) -> tuple[Candidate, ...]:
+        """All targets, in the order of `targets`, for a turn of `model`."""
+        if now - self._full_at >= EVERY_S:
+            self._full_at, self._full = now, self._fullness(now)
+        if self._version != self._fleet.version:
+            self._version = self._fleet.version
+            self.targets = tuple(self._fleet.targets())
+            self.places = {target.name: place for place, target in enumerate(self.targets)}
+            self._shown.clear()
+        touched = self._ledger.touched()
+        for each in self._shown.values():
+            each.stale |= touched
+        shown = self._shown.get(model)
+        if shown is None or now - shown.at >= _ANEW_S:
+            if len(self._shown) >= _MODELS:
+                self._shown.clear()
+            shown = self._shown[model] = _Shown(now)
+            shown.candidates = tuple([self._made(shown, target, model, now) for target in self.targets])
+        elif shown.stale:
+            stale, shown.stale = shown.stale, set()
+            found, places = list(shown.candidates), self.places
+            for name in stale:
+                # One that left may have had turns.
+                if name in places:
+                    place = places[name]
+                    found[place] = self._made(shown, self.targets[place], model, now)
+            shown.candidates = tuple(found)
+        return shown.candidates
+
+    def _made(self, shown: _Shown, target: Target, model: str, now: float) -> Candidate:
+        worker, name = target.worker, target.name
+        report, ranks = worker.report, len(worker.targets)
+        capacity, pressed = self._full.get(name, (0, 0.0))
+        made = candidate(
+            name,
+            self._ledger.load(name, now),
+            self._ledger.rates(name, now, model),
+            Standing(
+                report.waiting / ranks,
+                report.running / ranks,
+                capacity,
+                pressed,
+                worker.role,
+                target.rank,
+                worker.weight,
+            ),
+            NOTHING,
+            why_not(self._fleet, worker, model, ()),
+        )
+        # How long the first one has waited, and whether a breaker is to be tried, changes from turn to turn.
+        if made.queued_turns or not worker.breaker.closed:
+            shown.stale.add(name)
+        return made
+
+    def _fullness(self, now: float) -> dict[str, tuple[int, float]]:
+        sizes = self._knowledge.index.sizes()
+        found: dict[str, tuple[int, float]] = {}
+        for target in self._fleet.targets():
+            name, report = target.name, target.worker.report
+            capacity = report.blocks * report.block_size
+            ranks = len(target.worker.targets)
+            requests = (report.running + report.waiting) / ranks
+            self._ledger.reported(name, int(report.kv_usage * capacity), requests)
+            if not capacity:
+                continue
+            found[name] = (
+                capacity,
+                pressure(
+                    name,
+                    self._ledger.load(name, now),
+                    self._sessions,
+                    now,
+                    capacity_tokens=capacity,
+                    held_tokens=sizes.get((name, "gpu"), 0) * report.block_size,
+                ),
+            )
+        return found
