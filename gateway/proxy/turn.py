@@ -13,6 +13,7 @@ from gateway.routing.decisions import DecisionRecord
 from gateway.routing.sight import Sight
 from gateway.sessions.divergence import PrefixReport
 from policies.recorded import OutcomeKind
+from workers.worker import Worker
 
 
 class TurnState(msgspec.Struct, eq=False):
@@ -60,9 +61,11 @@ class Tries(msgspec.Struct, eq=False):
     """The tries of one turn. until: loop time at which the client's patience ends, None if it never does.
 
     failed: workers not to be tried again. reset: those that reset a connection once, which is forgiven.
+    erred: those that answered 500, by their own fault if another one answers this turn otherwise.
     """
 
     left: int
     until: float | None
     failed: set[str] = set()
     reset: set[str] = set()
+    erred: list[Worker] = []

@@ -25,7 +25,7 @@ from gateway.proxy.turn import Tries, TurnState
 from gateway.routing.breaks import PrefixBreaks
 from gateway.routing.learning import Learning
 from gateway.routing.router import Placement, Router, Unplaced
-from gateway.routing.sight import Client
+from gateway.routing.sight import Client, Sight
 from gateway.settings import Limits, Timeouts
 from gateway.upstream.headers import for_worker
 from gateway.upstream.transport import Transport, UpstreamError, UpstreamResponse
@@ -159,23 +159,35 @@ class TurnApp:
             turn.prefix = self._breaks.follow(exchange.request_id, parsed, sight)
         patience = self._timeouts.first_byte_s
         tries = Tries(self._limits.tries, exchange.now + patience if patience else None)
+        try:
+            await self._serve_by_any(turn, sight, parsed, body, tries)
+        finally:
+            # Where several did, it is most likely the request that no worker bears.
+            if len(tries.erred) == 1:
+                self._blame_erred(tries)
+
+    async def _serve_by_any(
+        self, turn: TurnState, sight: Sight, parsed: ParsedTurn, body: bytes, tries: Tries
+    ) -> None:
+        """Let workers try until one has answered. Raises ApiError where none does."""
         while True:
             try:
-                placement = self._router.place(turn.sight, tries.failed)
+                placement = self._router.place(sight, tries.failed)
             except Unplaced as nobody:
-                self._accounts.unplaced(turn, turn.sight, nobody)
+                self._accounts.unplaced(turn, sight, nobody)
                 raise errors.NoWorker(str(nobody), retry_after_s=_RETRY_AFTER_S) from None
             tries.left -= 1
             try:
-                self._accounts.decided(turn, turn.sight, placement)
+                self._accounts.decided(turn, sight, placement)
                 error = await self._try(turn, parsed, placement, body, tries)
             finally:
                 placement.lease.ended(time.monotonic())
             if error is None:
                 return
+            assert turn.sight is not None
             if not tries.left or not self._router.can_place(turn.sight, tries.failed):
                 raise as_api_error(error)
-            turn.sight = await self._router.again(turn.sight, placement.target.worker)
+            sight = turn.sight = await self._router.again(turn.sight, placement.target.worker)
 
     async def _try(
         self, turn: TurnState, parsed: ParsedTurn, placement: Placement, body: bytes, tries: Tries
@@ -208,15 +220,19 @@ class TurnApp:
             status = response.status
             if status in _BUSY or status in _FAILED:
                 tries.failed.add(name)
-                if status in _BUSY:
-                    self._metrics.upstream_error(name, str(status))
-                else:
+                if status in (502, 504):
                     self._worker_failed(placement, UpstreamError(str(status)))
+                else:
+                    self._metrics.upstream_error(name, str(status))
+                if status == 500:
+                    tries.erred.append(placement.target.worker)
                 if status == 500 and placement.decision.action == "pull" and turn.sight is not None:
                     self._learning.pull_failed(turn.sight, placement.target.name)
                     turn.sight = turn.sight.without_pool()
                 if tries.left and turn.sight and self._router.can_place(turn.sight, tries.failed):
                     return UpstreamError(str(status))
+            if status < 500 and status not in _BUSY:
+                self._blame_erred(tries)
             error = await self._answers.pass_back(turn, parsed, placement, response, tries.until, may_leave)
         finally:
             response.close()
@@ -286,6 +302,11 @@ class TurnApp:
         self._fleet.failed(worker, error.kind)
         if error.kind in ("connect", "tls"):
             self._fleet.mark_down(worker, error.why or "no connection")
+
+    def _blame_erred(self, tries: Tries) -> None:
+        for worker in tries.erred:
+            self._fleet.failed(worker, "500")
+        tries.erred.clear()
 
     async def _refuse(self, turn: TurnState, error: errors.ApiError) -> None:
         exchange = turn.exchange

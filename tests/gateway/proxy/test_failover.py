@@ -288,6 +288,20 @@ async def test_where_all_fail_every_other_turn_all_are_still_used(peers, front) 
     assert all(len(each.received) > before for each, before in zip(both, seen, strict=True))
 
 
+async def test_a_request_that_no_worker_bears_counts_against_none(peers, front) -> None:
+    async def bears_all_but_one(request: Received, connection: Connection) -> None:
+        await (answers(500) if b"unbearable" in request.body else good)(request, connection)
+
+    fleet = [await peers(bears_all_but_one), await peers(bears_all_but_one)]
+    gate = await front(*fleet, env={"MOONGATE_WORKERS__BREAKER_FAILURES": "3"})
+    for _ in range(10):
+        assert (await post(gate, STREAMED.replace(b"hi", b"unbearable")))[0] == 500
+    assert [len(each.received) for each in fleet] == [10, 10]
+    assert [worker.breaker.failures for worker in gate.gateway.fleet.workers()] == [0, 0]
+    async with gate.client.get(f"{gate.url}/ready") as ready:
+        assert not [why for why in (await ready.json())["reasons"] if "failed" in why]
+
+
 async def test_a_failing_worker_is_still_used_when_it_is_the_only_one(peers, front) -> None:
     bad = await peers(answers(500))
     gate = await front(bad, env={"MOONGATE_WORKERS__BREAKER_FAILURES": "2"})
