@@ -43,7 +43,7 @@ from gateway.routing.learning import Learning
 from gateway.routing.links import CountedKnowledge, Links
 from gateway.routing.policy_versions import PolicyVersions
 from gateway.routing.router import Router
-from gateway.routing.watch import AnswerWatch, say_broken, say_refused, say_unplaced
+from gateway.routing.watch import AnswerWatch, RefusalWatch, say_broken
 from gateway.seldom import Gathered
 from gateway.settings import Settings
 from gateway.upstream.connections import Connections
@@ -113,9 +113,9 @@ class Gateway:
             settings.routing.decision_log_bytes,
             self.metrics.decisions_not_written,
         )
-        self._broken, self._refused = Gathered(say_broken), Gathered(say_refused)
-        self._unplaced = Gathered(say_unplaced)
-        self.decisions = DecisionLog(self.decision_file.add, AnswerWatch(self._broken).ended)
+        self._refusals = RefusalWatch(self.metrics.overloaded)
+        self._broken_answers = AnswerWatch(Gathered(say_broken))
+        self.decisions = DecisionLog(self.decision_file.add, self._broken_answers.ended)
         self.knowledge = Knowledge(
             on_pool_stored=self._announced if self.pool else None,
             max_bytes=settings.index.memory_bytes or None,
@@ -182,7 +182,7 @@ class Gateway:
             ledger=self.ledger,
             failed=self.metrics.knowledge_failure,
             slow=self.metrics.slow_decision,
-            refused=self._no_room,
+            refused=self._refusals.full,
         )
         links = Links(
             self.streams,
@@ -239,7 +239,7 @@ class Gateway:
                 hot=self.resync.chains,
                 keep_alive_s=timeouts.keep_alive_s,
             ),
-            accounts=Accounts(self.metrics, self.decisions, learning, self._unplaced.came),
+            accounts=Accounts(self.metrics, self.decisions, learning, self._refusals.unplaced),
         )
         self.fleet.listen(patience.follow)
         self._drains = Drains(self.pool)
@@ -258,7 +258,7 @@ class Gateway:
                 prompts=self._prompts_report,
                 policy=self.policy,
                 router=router,
-                refusals=self._refusals,
+                refusals=self._refusals.lately,
             )
         )
         self._public = build_public(self.fleet, self.metrics, self._readiness, aliases)
@@ -302,8 +302,8 @@ class Gateway:
         """Bring everything up; `running` ends it in reverse order, probes before what they feed."""
         # Takes most of a second: now, or while the first turn waits.
         await asyncio.to_thread(import_module, "store.prompt.local")
-        for gathered in (self._broken, self._refused, self._unplaced):
-            running.callback(gathered.close)
+        running.callback(self._refusals.close)
+        running.callback(self._broken_answers.close)
         await self.decision_file.start()
         running.push_async_callback(self.decision_file.close)
         await self.transport.start()
@@ -408,18 +408,6 @@ class Gateway:
     def _prompts_report(self) -> PromptsAnswer:
         return prompts_answer(self.prompts, self._settings.prompt.source)
 
-    def _no_room(self, limit: str) -> None:
-        self.metrics.overloaded(limit)
-        self._refused.came(limit)
-
-    def _refusals(self) -> list[str]:
-        """Why turns were refused within the last minute or two, in words for operators."""
-        limits = (f"429 for want of room: limits.{limit}" for limit in self._refused.lately)
-        return [
-            f"turns are refused with {why}"
-            for why in (*limits, *(f"503: {w}" for w in self._unplaced.lately))
-        ]
-
     def _readiness(self) -> Readiness:
         doubts = [
             *(f"hashes of {target}: {why}" for target, why in self.knowledge.hashes.mismatches.items()),
@@ -435,7 +423,7 @@ class Gateway:
             self.pool,
             doubts,
             drains=self._drains.running(),
-            refusals=self._refusals(),
+            refusals=self._refusals.lately(),
             ending=self._ending,
         )
 

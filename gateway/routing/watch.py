@@ -31,11 +31,38 @@ class DecisionWatch:
             logger.warning("the policy %s took %.0f ms, all turns waited", policy, seconds * 1e3)
 
 
-def say_refused(limit: str, count: int, more: bool) -> None:
+class RefusalWatch:
+    """Tells of turns that nobody may take or has room for. full: told of the limit that one met."""
+
+    def __init__(self, full: Callable[[str], None]) -> None:
+        self._full = full
+        self._limits: Final = Gathered(_say_full)
+        self._unplaced: Final = Gathered(_say_unplaced)
+
+    def full(self, limit: str) -> None:
+        self._full(limit)
+        self._limits.came(limit)
+
+    def unplaced(self, why: str) -> None:
+        self._unplaced.came(why)
+
+    def lately(self) -> list[str]:
+        """Why turns were refused within the last minute or two, in words for operators."""
+        why = [f"429 for want of room: limits.{limit}" for limit in self._limits.lately]
+        why += [f"503: {why_nobody}" for why_nobody in self._unplaced.lately]
+        return [f"turns are refused with {each}" for each in why]
+
+    def close(self) -> None:
+        """Say the rest."""
+        self._limits.close()
+        self._unplaced.close()
+
+
+def _say_full(limit: str, count: int, more: bool) -> None:
     _say_turns("429 for want of room", f"limits.{limit}", count, more)
 
 
-def say_unplaced(why: str, count: int, more: bool) -> None:
+def _say_unplaced(why: str, count: int, more: bool) -> None:
     _say_turns("503", why, count, more)
 
 
@@ -68,3 +95,7 @@ class AnswerWatch:
         if outcome is None or target is None or outcome.kind != "error" or outcome.status >= 400:
             return
         self._broken.came(target)
+
+    def close(self) -> None:
+        """Say the rest."""
+        self._broken.close()
