@@ -113,7 +113,7 @@ class Gateway:
             settings.routing.decision_log_bytes,
             self.metrics.decisions_not_written,
         )
-        self._refusals = RefusalWatch(self.metrics.overloaded)
+        self.refusals = RefusalWatch(self.metrics.overloaded)
         self._broken_answers = AnswerWatch(Gathered(say_broken))
         self.decisions = DecisionLog(self.decision_file.add, self._broken_answers.ended)
         self.knowledge = Knowledge(
@@ -182,7 +182,7 @@ class Gateway:
             ledger=self.ledger,
             failed=self.metrics.knowledge_failure,
             slow=self.metrics.slow_decision,
-            refused=self._refusals.full,
+            refused=self.refusals.full,
         )
         links = Links(
             self.streams,
@@ -239,7 +239,7 @@ class Gateway:
                 hot=self.resync.chains,
                 keep_alive_s=timeouts.keep_alive_s,
             ),
-            accounts=Accounts(self.metrics, self.decisions, learning, self._refusals.unplaced),
+            accounts=Accounts(self.metrics, self.decisions, learning, self.refusals.unplaced),
         )
         self.fleet.listen(patience.follow)
         self._drains = Drains(self.pool)
@@ -258,7 +258,7 @@ class Gateway:
                 prompts=self._prompts_report,
                 policy=self.policy,
                 router=router,
-                refusals=self._refusals.lately,
+                refusals=self.refusals.lately,
             )
         )
         self._public = build_public(self.fleet, self.metrics, self._readiness, aliases)
@@ -302,7 +302,7 @@ class Gateway:
         """Bring everything up; `running` ends it in reverse order, probes before what they feed."""
         # Takes most of a second: now, or while the first turn waits.
         await asyncio.to_thread(import_module, "store.prompt.local")
-        running.callback(self._refusals.close)
+        running.callback(self.refusals.close)
         running.callback(self._broken_answers.close)
         await self.decision_file.start()
         running.push_async_callback(self.decision_file.close)
@@ -423,7 +423,7 @@ class Gateway:
             self.pool,
             doubts,
             drains=self._drains.running(),
-            refusals=self._refusals.lately(),
+            refusals=self.refusals.lately(),
             ending=self._ending,
         )
 

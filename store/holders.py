@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 from store.events import Tier
@@ -33,6 +34,16 @@ class Holder:
     need: int | None = None
     loose: dict[int, int] = field(default_factory=dict[int, int])
     taken: int = 0
+
+    def give_up_loose(self, most: int) -> int:
+        """Forget the oldest blocks in no run, or copies beyond the first. How many blocks that were."""
+        copies = self.loose or self.more
+        for key in list(islice(copies, most)):
+            del copies[key]
+        if copies is self.more:
+            return 0
+        before, self.blocks = self.blocks, len(copies)
+        return before - self.blocks
 
     def shrink(self) -> None:
         """Give back the room of its best days."""

@@ -7,7 +7,6 @@ from key to run. Every answer is exact: no search assumes that a target holds al
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import Final
 
 from store.capture import Capture, IndexSnapshot
@@ -487,12 +486,7 @@ class BlockIndex:
         if holder is None or not (holder.loose or holder.more):
             return False
         self._about_to_change_copies(holder)
-        copies = holder.loose or holder.more
-        for key in list(islice(copies, LIMIT)):
-            del copies[key]
-        if copies is holder.loose:
-            self.evicted += holder.blocks - len(copies)
-            holder.blocks = len(copies)
+        self.evicted += holder.give_up_loose(LIMIT)
         return True
 
     def _shrink(self) -> None:

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 
 from gateway.api.aliases import Aliases
 from gateway.api.parse import parse
@@ -31,18 +32,24 @@ class Explainer:
         self._aliases = aliases
         self._responses = responses
 
-    async def explain(self, path: str, body: bytes, key: str = "") -> DecisionRecord:
-        """The decision for `body` posted to `path` now, with the key that is called `key` if there is a name.
+    async def explain(
+        self, path: str, body: bytes, key: str = "", headers: Sequence[str] = ()
+    ) -> DecisionRecord:
+        """The decision for `body` posted to `path` now.
 
-        Raises errors.ApiError.
+        key: the name of the key it comes with, if there is one. headers: `NAME: VALUE` each, which the
+        session and the policy's rules may go by. Raises errors.ApiError.
         """
+        fields = _fields(headers)
         found = self._keys.named(key) if key else NO_KEY
         if found is None:
             raise InvalidRequest("no key has that name (auth.api_keys_file)", param="key")
-        parsed, body = self._aliases.resolved(parse("POST", path, body), body, b"")
+        asked = parse("POST", path, body)
+        parsed, body = self._aliases.resolved(asked, body, b"")
+        alias = asked.model if asked.model != parsed.model else ""
         only = await self._responses.find(parsed.response_id) if parsed.response_id else ""
         earlier = self._responses.session(parsed.response_id)
-        client = Client(key=found.name, tenant=found.tenant, earlier=earlier)
+        client = Client(fields, alias, found.name, found.tenant, earlier)
         sight = await self._router.look(parsed, path, body, only, client)
         return DecisionRecord(
             f"explain-{uuid.uuid4().hex}",
@@ -59,3 +66,13 @@ class Explainer:
             turn=sight.turn(0),
             facts=sight.facts,
         )
+
+
+def _fields(headers: Sequence[str]) -> dict[bytes, bytes]:
+    fields: dict[bytes, bytes] = {}
+    for header in headers:
+        name, colon, value = header.partition(":")
+        if not (colon and name.strip() and header.isascii()):
+            raise InvalidRequest(f"no header of the form NAME: VALUE: {header[:100]!r}", param="header")
+        fields.setdefault(name.strip().lower().encode(), value.strip().encode())
+    return fields

@@ -62,10 +62,12 @@ class FleetAdmin(Protocol):
 class Explainer(Protocol):
     """Decides without acting: no lease, no metric, nothing on record."""
 
-    async def explain(self, path: str, body: bytes, key: str = "") -> DecisionRecord:
+    async def explain(
+        self, path: str, body: bytes, key: str = "", headers: Sequence[str] = ()
+    ) -> DecisionRecord:
         """path: the API's path the body would be posted to. key: what the client's key is called.
 
-        Raises errors.ApiError.
+        headers: those it comes with, as `NAME: VALUE`. Raises errors.ApiError.
         """
         ...
 
@@ -261,9 +263,12 @@ def _decisions(parts: AdminParts) -> APIRouter:
         key: Annotated[
             str, Query(description="Name of the client's key, whose tenant counts too; none if not given.")
         ] = "",
+        header: Annotated[
+            tuple[str, ...], Query(description="Headers it comes with, each as `NAME: VALUE`.")
+        ] = (),
     ) -> DecisionView:
         body = await request.body()
-        return DecisionView.of(await parts.explainer.explain(api_path(api, body), body, key))
+        return DecisionView.of(await parts.explainer.explain(api_path(api, body), body, key, header))
 
     @router.get("/decisions", summary="The last decisions")
     async def get_decisions(limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> DecisionsAnswer:

@@ -17,6 +17,10 @@ def explain(
     key: Annotated[
         str, typer.Option(help="Name of the client's key; rules of the policy may go by it or its tenant.")
     ] = "",
+    header: Annotated[
+        list[str] | None,
+        typer.Option(help="A header that it comes with, as 'NAME: VALUE'; repeatable."),
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON.")] = False,
     url: UrlOption = None,
     admin_token: TokenOption = None,
@@ -37,7 +41,7 @@ def explain(
         fail(f"{file}: {error.strerror}")
     try:
         with running(url, admin_token, config) as gateway:
-            view = gateway.explain(body, api, key)
+            view = gateway.explain(body, api, key, header or ())
     except RemoteError as error:
         fail(str(error), 1)
     print(json.dumps(view, indent=2) if json_output else as_text(view))

@@ -1,5 +1,6 @@
 """Talking to a running gateway's admin API, for the commands that look at it from outside."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -51,9 +52,12 @@ class RunningGateway:
         """The JSON answer of `path`. Raises RemoteError."""
         return self._json(self._ask("GET", path))
 
-    def explain(self, body: bytes, api: str = "", key: str = "") -> dict[str, Any]:
-        """Where `body` would go, sent with the key of that name. Raises RemoteError."""
-        params = {name: said for name, said in (("api", api), ("key", key)) if said}
+    def explain(
+        self, body: bytes, api: str = "", key: str = "", headers: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Where `body` would go, sent with the key of that name and those headers. Raises RemoteError."""
+        params = [(name, said) for name, said in (("api", api), ("key", key)) if said]
+        params += [("header", header) for header in headers]
         return self._json(self._ask("POST", "/admin/v1/explain", content=body, params=params))
 
     def ask(

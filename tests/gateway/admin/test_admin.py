@@ -1,7 +1,7 @@
 """The admin API against a real fleet and a real decision log."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -46,7 +46,9 @@ class Explained:
     def __init__(self) -> None:
         self.asked: list[tuple[str, bytes]] = []
 
-    async def explain(self, path: str, body: bytes, key: str = "") -> DecisionRecord:
+    async def explain(
+        self, path: str, body: bytes, key: str = "", headers: Sequence[str] = ()
+    ) -> DecisionRecord:
         self.asked.append((path, body))
         if not body.startswith(b"{"):
             raise InvalidRequest("the body is not valid JSON")

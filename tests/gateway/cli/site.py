@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -70,8 +70,10 @@ class Explained:
     key = ""
     target: str | None = "w1"
 
-    async def explain(self, path: str, body: bytes, key: str = "") -> DecisionRecord:
-        self.key = key
+    async def explain(
+        self, path: str, body: bytes, key: str = "", headers: Sequence[str] = ()
+    ) -> DecisionRecord:
+        self.key, self.headers = key, list(headers)
         messages = json.loads(body).get("messages", [0])
         decision = Decision(self.target, "recompute", "least loaded", "longest_prefix", ())
         tokens = 10 * len(messages) + self.off

@@ -72,7 +72,7 @@ async def test_b022_b086_beyond_the_limit_is_a_429_in_the_apis_shape_that_names_
         assert (await view.json())["refusals"] == [lately]
     said = f"1 turn was refused with 429 for want of room: limits.{limit.lower()}"
     assert [line for line in caplog.messages if "refused" in line] == [said]
-    gate.gateway._refused.close()
+    gate.gateway.refusals.close()
     more = f"1 more turn was refused with 429 for want of room in the last minute: limits.{limit.lower()}"
     assert [line for line in caplog.messages if "refused" in line] == [said, more]
     go_on.set()

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import QUICK, serving
 
 from gateway.cli.main import app
+from gateway.settings import load
 from peer import ADMIN, Connection, Received
 
 DOCUMENT = {"policy": "round_robin", "guards": {"max_inflight": 9}}
@@ -261,15 +263,35 @@ async def test_without_the_token_nothing_is_shown_or_changed(policy: Policy) -> 
     assert (await policy.ask("GET"))[1]["version"] == 1
 
 
-async def test_rules_go_by_alias_and_headers(policy: Policy) -> None:
-    rule = {"match": {"header": {"x-tenant": "gold"}}, "policy": "random"}
-    await policy.ask("PUT", body={"rules": [rule]})
-    sent = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
-    for tenant, expected in (("gold", "random"), ("tin", "expected_ttft")):
-        headers = {"x-tenant": tenant}
-        url = policy.gate.url + "/v1/chat/completions"
-        async with policy.gate.client.post(url, json=sent, headers=headers) as answer:
-            assert answer.headers["x-moongate-policy"] == expected
+async def test_rules_go_by_alias_and_headers_also_where_they_are_explained(peers, tmp_path: Path) -> None:
+    rules = [
+        {"match": {"header": {"x-tenant": "gold"}}, "policy": "random"},
+        {"match": {"alias": ["fast"]}, "policy": "round_robin"},
+    ]
+    file = tmp_path / "moongate.toml"
+    file.write_text('[models."m"]\naliases = ["fast"]\n', "utf-8")
+    flags = {
+        "workers.urls": [(await peers(say_ok)).url],
+        "admin.token": "admin-token",
+        "routing.headers": "debug",
+    }
+    async with serving(load(file, QUICK, flags)) as gate:
+        await gate.until(lambda: all(w.state == "up" for w in gate.gateway.fleet.workers()))
+        await Policy(gate).ask("PUT", body={"rules": rules})
+        for model, tenant, expected in (
+            ("m", "gold", "random"),
+            ("fast", "tin", "round_robin"),
+            ("m", "tin", "expected_ttft"),
+        ):
+            body = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
+            url = gate.url + "/v1/chat/completions"
+            async with gate.client.post(url, json=body, headers={"x-tenant": tenant}) as answer:
+                assert answer.headers["x-moongate-policy"] == expected
+            url, params = gate.url + "/admin/v1/explain", {"header": f"X-Tenant: {tenant}"}
+            async with gate.client.post(url, json=body, params=params, headers=ADMIN) as answer:
+                assert (await answer.json())["policy"] == expected
+        async with gate.client.post(url, json=body, params={"header": "gold"}, headers=ADMIN) as answer:
+            assert (answer.status, (await answer.json())["error"]["param"]) == (400, "header")
 
 
 async def test_rules_go_by_tenant_and_key_as_authenticated_and_never_show_the_key(
@@ -462,5 +484,5 @@ async def test_a_turn_that_a_rule_leaves_to_nobody_is_counted_recorded_and_told(
     async with gate.client.get(f"{gate.url}/ready") as ready:
         assert ready.status == 200
         assert f"turns are refused with 503: {said}" in (await ready.json())["reasons"]
-    gate.gateway._unplaced.close()
+    gate.gateway.refusals.close()
     assert caplog.messages[-1] == f"2 more turns were refused with 503 in the last minute: {said}"
