@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from gateway.asgi import Headers
+from gateway.deadline import Deadline
 from gateway.upstream.http1 import Connection, Response, UpstreamError, request_head
 from workers.connecting import why_not
 
@@ -55,7 +56,8 @@ class Connections:
         between_chunks_s: float,
         keepalive_s: float = _KEEPALIVE_S,
     ) -> None:
-        """tls: what https:// workers are verified by. connect_s: for all that connecting takes.
+        """tls: what https:// workers are verified by. connect_s: for all that connecting takes but what this
+        process is held up for.
 
         between_chunks_s: of a body, 0: no limit.
         """
@@ -136,7 +138,7 @@ class Connections:
         failed = OSError(errno.EHOSTUNREACH, "no address")
         for address in addresses:
             try:
-                async with asyncio.timeout(self._connect_s / len(addresses) or None):
+                with Deadline.after_looking(self._connect_s / len(addresses)):
                     _, connection = await loop.create_connection(
                         lambda: Connection(lambda free: self._keep(origin, free), self._open.discard),
                         address,
@@ -162,7 +164,7 @@ class Connections:
         loop = asyncio.get_running_loop()
         if loop.time() >= origin.until:
             try:
-                async with asyncio.timeout(self._connect_s or None):
+                with Deadline.after_looking(self._connect_s):
                     found = await loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
                 addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
                 origin.addresses = _first(origin.addresses[0], addresses) if origin.addresses else addresses

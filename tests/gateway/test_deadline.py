@@ -1,6 +1,7 @@
 """A limit on waiting, and how it gets along with cancellation from elsewhere."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -14,6 +15,25 @@ async def test_what_takes_too_long_is_interrupted_once() -> None:
     assert task is not None
     assert task.cancelling() == 0
     await asyncio.sleep(0)
+
+
+async def test_time_in_which_the_loop_is_held_up_is_no_time_to_look() -> None:
+    loop, came = asyncio.get_running_loop(), asyncio.Event()
+
+    def hold_up(passes: int) -> None:
+        time.sleep(0.03)
+        if passes:
+            loop.call_soon(hold_up, passes - 1)
+        else:
+            came.set()
+
+    loop.call_soon(hold_up, 4)
+    with Deadline.after_looking(0.05):
+        await came.wait()
+    with pytest.raises(TimeoutError), Deadline.after_looking(0.05):
+        await asyncio.sleep(3600)
+    with Deadline.after_looking(0):
+        await asyncio.sleep(0.03)
 
 
 async def test_who_is_told_twice_that_time_is_up_is_interrupted_once() -> None:

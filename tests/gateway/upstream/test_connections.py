@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import struct
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -232,6 +233,20 @@ async def test_a_worker_that_is_not_there_is_told_from_one_that_does_not_answer(
     with pytest.raises(UpstreamError) as raised:
         await post(transport, "http://no-such-host.invalid:1")
     assert raised.value.kind == "connect"
+
+
+async def test_a_gateway_that_is_held_up_while_it_connects_blames_no_worker() -> None:
+    loop = asyncio.get_running_loop()
+
+    def hold_up(passes: int) -> None:
+        time.sleep(0.1)
+        if passes:
+            loop.call_soon(hold_up, passes - 1)
+
+    async with playing(answering) as (_, url), opened(connect_s=0.2) as quick:
+        # The kernel connects at once; the loop hears of it some passes later.
+        loop.call_soon(hold_up, 5)
+        assert await said(await post(quick, url)) == (200, b"ok")
 
 
 async def test_a_name_with_several_addresses_is_tried_at_all_of_them(transport, monkeypatch) -> None:
