@@ -122,7 +122,6 @@ def main() -> None:
 class Bench:
     def __init__(self, targets: Targets, ports: Any, *, peers: bool, only: Sequence[str]) -> None:
         self.prompts = LocalPrompts.load(str(MODEL), cache_bytes=512 << 20)
-        self.prompts.hasten()
         self.publishers: list[KvPublisher] = []
         self.announced = itertools.count()
         workers: list[str] = []

@@ -63,6 +63,8 @@ logger = logging.getLogger(__name__)
 
 # A start waits no longer for workers that do not answer.
 _FIRST_PROBES_S = 2.0
+# Nor for tokenizers: most take 1 to 2 s, in threads that would else take them from the first turns.
+_FIRST_TOKENIZERS_S = 5.0
 # Of a tokenizer's cache, for bodies of conversations seen before.
 _BODIES_SHARE = 4
 _BREAKER = {"closed": 0.0, "half-open": 0.5, "open": 1.0}
@@ -325,6 +327,7 @@ class Gateway:
             self.fleet.add(url)
         # The port takes connections already: their turns would find no worker that is known to be up.
         await self.probe.asked_all(_FIRST_PROBES_S)
+        await self.prompts.settled(_FIRST_TOKENIZERS_S)
 
     def _announced(self, target: str, keys: Sequence[int], group: int) -> None:
         layout = self.layouts.of_target(target)

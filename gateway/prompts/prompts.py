@@ -1,7 +1,9 @@
 """The prompt of a turn as its engine will see it, or why that can't be known."""
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import cast, get_args
 
 import msgspec
@@ -130,10 +132,20 @@ class ModelPrompts:
         return source
 
     def prepare(self, worker: Worker) -> None:
-        """A worker came up: find out whether prompts made here equal its own, before a turn depends on it."""
-        if self._settings.source == "auto":
-            for card in worker.models:
+        """A worker came up: have its tokenizers before a turn needs them; are prompts made here its own?."""
+        if self._settings.source not in ("auto", "local"):
+            return
+        for card in worker.models:
+            self.source(worker, card).prepare()
+            if self._settings.source == "auto":
                 self.parity.examine(worker, card.id)
+
+    async def settled(self, budget_s: float) -> None:
+        """Wait for tokenizers that are being loaded, but no longer than that."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(budget_s):
+                for source in list(self._sources.values()):
+                    await source.settled()
 
     async def understand(self, parsed: ParsedTurn, path: str, body: bytes) -> Understood:
         """Tokens and chain of a turn, made here or by a worker. Never raises."""

@@ -23,20 +23,7 @@ class Encoder:
         backend.no_truncation()
         self._backend: Final = backend
         self._around: Final = _specials_around(backend)
-        self._fast: FastEncoder | None = None
-        self._searched = False
-        self._slow_characters = 0
-
-    @property
-    def slow_characters(self) -> int:
-        """Characters encoded that a fast encoder might have saved work on; 0 once it was looked for."""
-        return 0 if self._searched else self._slow_characters
-
-    def hasten(self) -> None:
-        """Look for a fast encoder that gives the same ids, and use it from then on. Blocks for seconds."""
-        self._searched = True
-        if not self._backend.encode_special_tokens:
-            self._fast = FastEncoder.prove(self._backend)
+        self._fast: Final = None if backend.encode_special_tokens else FastEncoder.prove(backend)
 
     def encode_pieces(self, pieces: Sequence[str]) -> list[bytes]:
         """The ids of each piece, without special tokens around it. Raises Unrenderable on lone surrogates."""
@@ -53,7 +40,6 @@ class Encoder:
                 raise Unrenderable("invalid", "text with lone surrogates") from wrong
             for place, encoding in zip(left, batch, strict=True):
                 found[place] = np.array(encoding.ids, dtype=np.uint32).tobytes()
-                self._slow_characters += len(pieces[place])
         return [ids for ids in found if ids is not None]
 
     def decode(self, ids: Ids) -> str:

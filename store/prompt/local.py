@@ -136,15 +136,6 @@ class LocalPrompts:
         return self._cut_token
 
     @property
-    def slow_characters(self) -> int:
-        """Characters tokenized so far without the fast encoder; 0 for good once `hasten` has been called."""
-        return self._encoder.slow_characters
-
-    def hasten(self) -> None:
-        """Use the fast encoder from now on if the tokenizer has one. Blocks for about 2 s at 150K tokens."""
-        self._encoder.hasten()
-
-    @property
     def cached_tokens(self) -> int:
         return self._segments.tokens
 

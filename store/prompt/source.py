@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
@@ -34,8 +33,6 @@ logger = logging.getLogger(__name__)
 _LONG: Final = 600_000
 # and the tokenizing of this many (1.2 us a token of 3.6 characters).
 _SHORT: Final = 12_000
-# A fast encoder is worth looking for once this many characters went through the slow one (0.1 s).
-_WORTHWHILE: Final = 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +56,7 @@ class PromptSource:
         retry_delay_s: float = 30.0,
         cache_bytes: int = 256 << 20,
     ) -> None:
-        """Nothing is loaded yet: the first `prompt` does that, in a thread."""
+        """Nothing is loaded yet: `prepare` or the first `prompt` does that, in a thread."""
         self._tokenizer: Final = tokenizer
         self._retry_delay_s: Final = retry_delay_s
         self._cache_bytes: Final = cache_bytes
@@ -68,7 +65,11 @@ class PromptSource:
         self._local: LocalPrompts | None = None
         self._failed: Unrenderable | None = None
         self._retry_at = 0.0
-        self._hastened = False
+
+    def prepare(self) -> None:
+        """Begin to load, unless that was done or failed a moment ago."""
+        if self._local is None and asyncio.get_running_loop().time() >= self._retry_at:
+            self._load_started()
 
     async def prompt(
         self,
@@ -86,10 +87,6 @@ class PromptSource:
         Raises Unrenderable: also, without another attempt, for `retry_delay_s` after a load that failed.
         """
         local = self._local or await self._load()
-        if local.slow_characters > _WORTHWHILE and not self._hastened:
-            # Seconds of work in a thread of its own: it must not keep prompts waiting, nor the process's end.
-            self._hastened = True
-            threading.Thread(target=_hasten, args=(local,), name="fast encoder", daemon=True).start()
         loop = asyncio.get_running_loop()
         if (most is None or most > _LONG) and _characters(request) > _LONG:
             return await loop.run_in_executor(
@@ -112,6 +109,11 @@ class PromptSource:
         """The prompts themselves, for work beside the loop. Raises Unrenderable."""
         return self._local or await self._load()
 
+    async def settled(self) -> None:
+        """Wait for a load under way, whatever comes of it."""
+        if self._loading is not None:
+            await asyncio.wait([self._loading])
+
     def status(self) -> PromptStatus:
         if self._local is not None:
             return PromptStatus("ready", "", self._local.cached_tokens, self._local.cached_bytes)
@@ -129,11 +131,14 @@ class PromptSource:
         """One load for all who wait; a caller that gives up does not end it for the others."""
         if self._failed is not None and asyncio.get_running_loop().time() < self._retry_at:
             raise self._failed
+        return await asyncio.shield(self._load_started())
+
+    def _load_started(self) -> asyncio.Task[LocalPrompts]:
         if self._loading is None:
             self._loading = asyncio.create_task(self._load_once(), name="load tokenizer")
             # Retrieve the result even when every waiter has gone, or asyncio complains about it.
             self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(self._loading)
+        return self._loading
 
     async def _load_once(self) -> LocalPrompts:
         loop = asyncio.get_running_loop()
@@ -161,20 +166,17 @@ def _load_local(tokenizer: str, cache_bytes: int) -> LocalPrompts:
     # Importing transformers takes most of a second: done here, in the thread, it delays nobody's start.
     # Without torch, which tokenizers do not need, it would print a warning.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    # The tokenizer's own threads take what comes last last: a short text of the event loop waited for all the
-    # texts that the search for a fast encoder had given them, 4 to 6 s. Here each thread encodes for itself.
+    # The tokenizer's own threads take what comes last last: a short text of the event loop would wait for all
+    # the texts of a long prompt. Here each thread encodes for itself.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from store.prompt.local import LocalPrompts
 
-    return LocalPrompts.load(tokenizer, cache_bytes=cache_bytes)
-
-
-def _hasten(local: LocalPrompts) -> None:
-    local.hasten()
+    local = LocalPrompts.load(tokenizer, cache_bytes=cache_bytes)
     # glibc keeps what was freed below anything that lives: 100 of 290 MB after the tables of an encoder were
     # made. 14 ms, without Python's lock. Other C libraries have no such call.
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
+    return local
 
 
 def _characters(value: Any) -> int:

@@ -1,9 +1,11 @@
 """Gateways that end, workers that come and go: nothing under way is lost."""
 
 import asyncio
+import json
 import logging
 import signal
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -16,6 +18,7 @@ from peer import ADMIN, Connection, Received
 from workers.connecting import trusting
 from workers.fleet import Fleet
 from workers.probe import Probe
+from workers.worker import ModelCard
 
 CHAT = b'{"model":"m","messages":[{"role":"user","content":"hi"}],"stream":true}'
 PATH = "/v1/chat/completions"
@@ -38,6 +41,32 @@ async def test_a_start_is_complete_when_workers_were_asked_so_that_turns_that_wa
         assert up.state == "up"
         assert down.reason
         await end.put({"type": "lifespan.shutdown"})
+
+
+async def test_a_start_is_complete_when_tokenizers_are_there_so_that_no_turn_waits_for_them(
+    peers, tiny_model: Path
+) -> None:
+    peer = await peers(say_ok)
+    peer.pages["/v1/models"] = json.dumps({"data": [{"id": "m", "root": str(tiny_model)}]}).encode()
+    settings = load(None, {"MOONGATE_INDEX__SNAPSHOT_PATH": ""}, {"workers.urls": [peer.url]})
+    gateway, said, end = Gateway(settings), asyncio.Queue[Message](), asyncio.Queue[Message]()
+    async with asyncio.TaskGroup() as tasks, asyncio.timeout(60):
+        tasks.create_task(gateway({"type": "lifespan"}, end.get, said.put))
+        await end.put({"type": "lifespan.startup"})
+        assert (await said.get())["type"] == "lifespan.startup.complete"
+        assert [(model, status.state) for model, status in gateway.prompts.sources()] == [("m", "ready")]
+        await end.put({"type": "lifespan.shutdown"})
+
+
+async def test_a_start_waits_for_a_tokenizer_no_longer_than_it_may(tiny_model: Path) -> None:
+    gateway = Gateway(load(None, {}, {}))
+    worker = gateway.fleet.add("http://127.0.0.1:9")
+    source = gateway.prompts.source(worker, ModelCard("m", str(tiny_model)))
+    source.prepare()
+    await gateway.prompts.settled(0.0)
+    assert source.status().state == "loading"
+    await source.loaded()
+    await gateway.prompts.close()
 
 
 async def test_a_worker_with_a_broken_list_of_models_is_down_and_says_why_once(

@@ -9,10 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from store.hashing import HashScheme
 from store.prompt.fast import FastEncoder
-from store.prompt.local import LocalPrompts
-from store.prompt.request import TextPrompt
 from tests.store.prompt.pieces import FRAGMENTS
 from workers.launch.tiny_model import WORDS
 
@@ -97,15 +94,23 @@ def test_ids_in_another_order_than_the_merges() -> None:
     assert same(other, fast, "the cab and the abbot thaw")
 
 
-def test_prompts_stay_the_same_when_it_takes_over(load: Callable[..., LocalPrompts]) -> None:
-    prompts = load("chatml", cache_bytes=0)
-    scheme = HashScheme("sha256_cbor", 16)
-    requests = [TextPrompt(text=text) for text in FRAGMENTS if text]
-    before = [prompts.prompt(request, scheme).tokens.tolist() for request in requests]
-    assert prompts.slow_characters > 0
-    prompts.hasten()
-    assert [prompts.prompt(request, scheme).tokens.tolist() for request in requests] == before
-    assert prompts.slow_characters == 0
+def test_characters_are_compared_as_texts_come_to_have_them_some_at_a_time(
+    family: Callable[[str], Path],
+) -> None:
+    """All that there are took a second, which turns waited for: none has more than a few thousand."""
+    tokenizer = Tokenizer.from_file(str(family("chatml") / "tokenizer.json"))
+    fast = FastEncoder.prove(tokenizer)
+    assert fast is not None
+    text = "".join(map(chr, range(0x4E00, 0x4E00 + 300)))
+    taken = [fast.encode(text) is not None for _ in range(4)]
+    assert taken == [False, False, True, True]
+    assert same(tokenizer, fast, text)
+
+
+def test_text_of_characters_nobody_knows_goes_to_the_original(both: tuple[Tokenizer, FastEncoder]) -> None:
+    """Another engine may know a later Unicode version; surrogates are no text at all."""
+    for text in ("private \ue000", "unassigned \U000e0fff", "lone \ud800"):
+        assert both[1].encode(text) is None
 
 
 def test_a_trained_vocabulary_of_its_own_words() -> None:
