@@ -23,7 +23,8 @@ TOKEN = "e2e-admin-token"  # noqa: S105 - of a fleet on loopback that lives for 
 STOP_GRACE_S = 10.0
 # A turn takes 10 ms of work here and hundreds of them a minute come from other tests: by chance alone another
 # worker looks a tenth cheaper, which is when a session leaves its holder by default.
-SETTINGS = "[routing.options]\nstay_share = 1.0\n"
+# And what is true is asked here, not how fast: this machine may be busy.
+SETTINGS = "[routing.options]\nstay_share = 1.0\n[mooncake]\nbudget_ms = 2000\n"
 # Of the workers as `moongate up` starts them.
 BLOCK = 32
 
@@ -127,7 +128,8 @@ class RealFleet:
 
     @asynccontextmanager
     async def cordoned(self, name: str) -> AsyncGenerator[None]:
-        """Meanwhile the worker gets no new turns."""
+        """Meanwhile the worker gets no new turns. Others can pull what it has: the pool is asked."""
+        await self.until(self.pool_is_asked)
         await self._cordon(name, True)
         try:
             yield
@@ -170,12 +172,16 @@ class RealFleet:
         return sum(sum(t["blocks"].values()) for t in targets if t["target"] == name)
 
     async def all_up(self) -> bool:
-        """Every worker is up, followed exactly, and proven to tokenize as the gateway does."""
+        """Workers are up, followed exactly, and proven to tokenize as the gateway does; the pool is asked."""
         workers = (await self.admin("workers"))["workers"]
         targets = (await self.admin("index"))["targets"]
         ready = all(w["state"] == "up" for w in workers) and all(t["stream"] == "exact" for t in targets)
         checks = await self.metric("moongate_parity_checks_total", result="equal")
+        ready = ready and await self.pool_is_asked()
         return ready and len(targets) == len(self.workers) and checks >= 6 * len(self.workers)
+
+    async def pool_is_asked(self) -> bool:
+        return await self.metric("moongate_pool_degraded") == 0
 
     async def until(self, condition: Callable[[], Awaitable[bool]], budget_s: float = 60.0) -> None:
         """Wait until something that can be seen from outside is so."""

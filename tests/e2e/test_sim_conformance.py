@@ -15,9 +15,9 @@ import pytest_asyncio
 from observation import Endpoints, Observation, observe
 
 from store.hashing import HashScheme, chain
+from tests.ports import ports
 from workers.launch import sim, vllm
 from workers.launch.mooncake import MooncakeMaster
-from workers.launch.ports import free_ports
 from workers.launch.server import Server
 from workers.launch.tiny_model import make_tiny_model
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BLOCK, BLOCKS, MODEL_LEN, STEP = 32, 256, 8000, 2048
 SCHEME = HashScheme("sha256_cbor", BLOCK)
-PORTS = free_ports(above=21_340)
+PORTS = ports(above=21_340)
 CACHE = Path(".moongate/e2e/cache/vllm").absolute()
 
 

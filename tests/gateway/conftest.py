@@ -15,6 +15,7 @@ from gateway.app import Gateway
 from gateway.protocol import speaking
 from gateway.settings import Settings, load
 from peer import Handler, Peer
+from tests.clock import LeapingLoop
 
 # Raw-socket workers can't render: prompts stay unknown, and nothing but the turns of a test reaches them.
 QUICK = {
@@ -29,9 +30,13 @@ QUICK = {
     "MOONGATE_INDEX__PROBES_PER_S": "0",
 }
 
+WITHOUT_SOCKETS = ("test_http1", "test_cycle", "test_deadline")
+
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The transport has to work on the server's event loop, too; other tests take the standard one."""
+    """The transport has to work on the server's event loop, too; what needs no sockets needs no time."""
+    if item.path.stem in WITHOUT_SOCKETS:
+        return {"leaping": LeapingLoop}
     loops = {"asyncio": asyncio.new_event_loop}
     if item.path.name == "test_connections.py":
         loops["uvloop"] = uvloop.new_event_loop

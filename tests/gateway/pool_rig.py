@@ -16,6 +16,7 @@ from store.keys import KeyLayout
 from store.prompt.local import LocalPrompts
 from store.prompt.request import ChatPrompt, Prompt
 from tests.ports import ports
+from tests.store.pools import patient_watches
 from workers.launch.mooncake import MooncakeMaster
 from workers.sim.pool import SimPool
 
@@ -77,7 +78,8 @@ def pool_rig(directory: Path, tiny_model: Path, stores: int = 2, **master: Any) 
     )
     try:
         assert all(pool.connect() for pool in pools)
-        yield PoolRig(started, pools, segments, model, LocalPrompts.load(model))
+        with patient_watches():
+            yield PoolRig(started, pools, segments, model, LocalPrompts.load(model))
     finally:
         for pool in pools:
             pool.close()

@@ -1,11 +1,11 @@
 """A limit on waiting, and how it gets along with cancellation from elsewhere."""
 
 import asyncio
-import time
 
 import pytest
 
 from gateway.deadline import Deadline
+from tests.clock import LeapingLoop
 
 
 async def test_what_takes_too_long_is_interrupted_once() -> None:
@@ -19,9 +19,10 @@ async def test_what_takes_too_long_is_interrupted_once() -> None:
 
 async def test_time_in_which_the_loop_is_held_up_is_no_time_to_look() -> None:
     loop, came = asyncio.get_running_loop(), asyncio.Event()
+    assert isinstance(loop, LeapingLoop)
 
     def hold_up(passes: int) -> None:
-        time.sleep(0.03)
+        loop.leap(0.03)
         if passes:
             loop.call_soon(hold_up, passes - 1)
         else:

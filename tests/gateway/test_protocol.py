@@ -163,7 +163,7 @@ async def test_an_offer_of_http2_is_passed_over_behind_a_request_that_waits(conn
 
 
 async def test_a_head_that_does_not_come_is_a_408(connect) -> None:
-    _, peer, opened = await connect(env={"MOONGATE_TIMEOUTS__HEAD_S": "0.4"})
+    _, peer, opened = await connect(env={"MOONGATE_TIMEOUTS__HEAD_S": "1"})
     for first in (b"", post()):  # the first request of a connection, and a later one
         client = await opened()
         if first:

@@ -19,7 +19,7 @@ from store.mooncake_rpc import MooncakeRpc
 from store.pool import PoolView
 from store.segments import Segments
 from tests.clock import unhindered
-from tests.store.pools import PATIENT_S, PORTS, blocks, chain_of, recovered, until
+from tests.store.pools import PATIENT_S, PORTS, blocks, chain_of, recovered, until, viewing
 from workers.launch.mooncake import MooncakeMaster
 from workers.launch.process import Process
 from workers.sim.pool import SimPool
@@ -117,18 +117,14 @@ time.sleep(120)
         async def said() -> bool:
             return "stored" in self.last_lines(3)
 
-        await self.wait_ready(said, budget_s=20)
+        await self.wait_ready(said, budget_s=60)
 
 
 @asynccontextmanager
-async def viewing(master: MooncakeMaster, *, remove_dead: bool = True) -> AsyncIterator[PoolView]:
-    view = PoolView(master.address, http_port=master.http_port, budget_s=PATIENT_S, remove_dead=remove_dead)
-    await view.start()
-    await recovered(view)
-    try:
+async def seeing(master: MooncakeMaster, *, remove_dead: bool = True) -> AsyncIterator[PoolView]:
+    async with viewing(master.address, master.http_port, remove_dead=remove_dead) as view:
+        await recovered(view)
         yield view
-    finally:
-        await view.close()
 
 
 async def met(view: PoolView, own: str) -> None:
@@ -165,7 +161,7 @@ async def test_what_only_a_dead_worker_held_is_gone_before_a_turn_goes_on(
         worker = Store(master.address, own, chain.digests[3:], tmp_path / f"worker-{attempt}.log")
         healthy.put(chain.digests[:3])
         await worker.stored()
-        async with viewing(master) as view:
+        async with seeing(master) as view:
             await met(view, own)
             assert await blocks(view, chain) == 600
             await ended(worker)
@@ -176,7 +172,8 @@ async def test_what_only_a_dead_worker_held_is_gone_before_a_turn_goes_on(
             if healthy.prefix(chain.digests) > 3:
                 continue
             assert healthy.get(chain.digests[:3]) == [True] * 3
-            assert unhindered() - began < 0.5
+            if unhindered() - began > 0.5:
+                continue
 
             async def gone(view: PoolView = view, chain: Chain = chain) -> bool:
                 await blocks(view, chain)
@@ -198,7 +195,7 @@ async def test_turns_that_were_looked_up_before_the_death_are_freed_too(
     chain, own = chain_of("under way", 50), segment()
     worker = Store(master.address, own, chain.digests, tmp_path / "worker.log")
     await worker.stored()
-    async with viewing(master) as view:
+    async with seeing(master) as view:
         await met(view, own)
         assert await blocks(view, chain) == 50
         worker.kill()
@@ -223,7 +220,7 @@ async def test_objects_of_a_worker_whose_process_lives_or_hangs_are_never_remove
     chain, own = chain_of("alive", 20), segment()
     worker = Store(master.address, own, chain.digests, tmp_path / "worker.log")
     await worker.stored()
-    async with viewing(master) as view:
+    async with seeing(master) as view:
         await met(view, own)
         await stays(view, own, chain, healthy)
         assert worker.pid is not None
@@ -242,7 +239,7 @@ async def test_an_endpoint_that_was_never_heard_is_not_dead_when_it_refuses(
     worker = Store(master.address, own, chain.digests, tmp_path / "worker.log")
     await worker.stored()
     worker.kill()
-    async with viewing(master) as view:
+    async with seeing(master) as view:
         await stays(view, own, chain, healthy)
 
 
@@ -252,7 +249,7 @@ async def test_an_object_with_a_living_copy_is_kept(
     chain, own = chain_of("two copies", 20), segment()
     worker = Store(master.address, own, chain.digests, tmp_path / "worker.log", copies=2)
     await worker.stored()
-    async with viewing(master) as view:
+    async with seeing(master) as view:
         await met(view, own)
         worker.kill()
         view.lost(own)
@@ -265,7 +262,7 @@ async def test_removal_can_be_switched_off(master: MooncakeMaster, healthy: SimP
     chain, own = chain_of("kept", 20), segment()
     worker = Store(master.address, own, chain.digests, tmp_path / "worker.log")
     await worker.stored()
-    async with viewing(master, remove_dead=False) as view:
+    async with seeing(master, remove_dead=False) as view:
         worker.kill()
         view.lost(own)
         assert await blocks(view, chain) == 0

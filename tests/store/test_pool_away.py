@@ -13,7 +13,7 @@ import pytest
 
 from store.keys import KeyLayout
 from store.pool import PoolPrefix, PoolView
-from tests.clock import unhindered
+from tests.clock import once_in_time, unhindered
 from tests.store.pools import LAYOUT, PORTS, blocks, chain_of, proxying, recovered, storing, until, viewing
 from workers.launch.mooncake import MooncakeMaster
 from workers.sim.pool import SimPool
@@ -24,18 +24,28 @@ async def test_b065_a_client_that_hangs_holds_no_turn(own_master: MooncakeMaster
         await recovered(view)
         while not (await view.prefix(chain_of("warm", 1), LAYOUT)).known:
             await asyncio.sleep(0.05)  # the client is set up by the first call
-        assert own_master.process.pid is not None
-        os.kill(own_master.process.pid, signal.SIGSTOP)
-        took, answers = await latencies(view, 200)
-        assert took[198] < 0.020
-        assert not any(answer.known for answer in answers)
-        os.kill(own_master.process.pid, signal.SIGCONT)
-        await recovered(view)
 
-        async def known() -> bool:
-            return (await view.prefix(chain_of("thawed", 3), LAYOUT)).known
+        async def hang() -> list[tuple[float, float]]:
+            async with frozen(own_master):
+                took, answers = await latencies(view, 200)
+            assert not any(answer.known for answer in answers)
+            await recovered(view)
 
-        await until(known)
+            async def known() -> bool:
+                return (await view.prefix(chain_of("thawed", 3), LAYOUT)).known
+
+            await until(known)
+            return [(took[198], 0.020)]
+
+        await once_in_time(hang)
+
+
+@asynccontextmanager
+async def frozen(master: MooncakeMaster) -> AsyncIterator[None]:
+    assert master.process.pid is not None
+    os.kill(master.process.pid, signal.SIGSTOP)
+    yield
+    os.kill(master.process.pid, signal.SIGCONT)
 
 
 async def latencies(
@@ -56,16 +66,17 @@ async def test_b065_a_frozen_master_costs_a_few_budgets_then_nothing_and_comes_b
     own_master: MooncakeMaster,
 ) -> None:
     async with viewing(own_master.address, own_master.http_port, budget_s=0.005) as view:
-        await recovered(view)
-        assert own_master.process.pid is not None
-        os.kill(own_master.process.pid, signal.SIGSTOP)
-        took, answers = await latencies(view, 300)
-        assert took[int(len(took) * 0.99)] < 0.020
-        assert took[len(took) // 2] < 0.001
-        assert not any(answer.known or answer.blocks for answer in answers)
-        assert view.degraded
-        assert view.status().reason in ("slow", "timeout")
-        os.kill(own_master.process.pid, signal.SIGCONT)
+
+        async def freeze() -> list[tuple[float, float]]:
+            await recovered(view)
+            async with frozen(own_master):
+                took, answers = await latencies(view, 300)
+                assert not any(answer.known or answer.blocks for answer in answers)
+                assert view.degraded
+                assert view.status().reason in ("slow", "timeout")
+            return [(took[int(len(took) * 0.99)], 0.020), (took[len(took) // 2], 0.001)]
+
+        await once_in_time(freeze)
         await recovered(view)
 
 
@@ -76,20 +87,24 @@ async def test_b065_a_killed_master_costs_nothing_and_what_it_knew_is_forgotten(
     async with viewing(own_master.address, own_master.http_port) as view, storing(own_master) as pool:
         pool.put(chain.digests)
         assert await blocks(view, chain) == 30
-        own_master.kill()
 
         async def down() -> bool:
             return view.degraded
 
-        await until(down, budget_s=1)
-        assert view.status().remembered == 0
-        took, answers = await latencies(view, 100)
-        assert took[98] < 0.020
-        assert not any(answer.known for answer in answers)
-        await own_master.start()
-        await recovered(view)
-        assert await blocks(view, chain) == 0
-        assert view.status().outages == 1
+        async def die() -> list[tuple[float, float]]:
+            before = view.status().outages
+            own_master.kill()
+            await until(down)
+            assert view.status().remembered == 0
+            took, answers = await latencies(view, 100)
+            assert not any(answer.known for answer in answers)
+            await own_master.start()
+            await recovered(view)
+            assert await blocks(view, chain) == 0
+            assert view.status().outages == before + 1
+            return [(took[98], 0.020)]
+
+        await once_in_time(die)
 
 
 async def test_b065_a_master_restarted_between_two_turns_is_not_believed(own_master: MooncakeMaster) -> None:
@@ -112,13 +127,17 @@ async def test_b065_a_slow_master_degrades_and_recovers(
         proxying(master, delay=lambda: lag[0]) as port,
         viewing(f"127.0.0.1:{port}", port, budget_s=0.010) as view,
     ):
-        await recovered(view)
-        lag[0] = 0.1
-        took, answers = await latencies(view, 100)
-        assert took[98] < 0.020
-        assert not any(answer.known for answer in answers)
-        assert view.status().reason == "slow"
-        lag[0] = 0.0
+
+        async def slow_down() -> list[tuple[float, float]]:
+            await recovered(view)
+            lag[0] = 0.1
+            took, answers = await latencies(view, 100)
+            assert not any(answer.known for answer in answers)
+            assert view.status().reason == "slow"
+            lag[0] = 0.0
+            return [(took[98], 0.020)]
+
+        await once_in_time(slow_down)
         await recovered(view)
 
 
@@ -162,15 +181,17 @@ async def misbehaving(how: str) -> AsyncIterator[int]:
 
 @pytest.mark.parametrize("how", ["deaf", "reset", "garbage", "html", "error", "endless"])
 async def test_b065_what_is_no_master_never_delays_a_turn(how: str) -> None:
-    async with misbehaving(how) as port:
+    async def ask() -> list[tuple[float, float]]:
         began = time.monotonic()
-        async with viewing(f"127.0.0.1:{port}", port, budget_s=0.005) as view:
-            assert time.monotonic() - began < 2
+        async with misbehaving(how) as port, viewing(f"127.0.0.1:{port}", port, budget_s=0.005) as view:
+            started = time.monotonic() - began
             took, answers = await latencies(view, 50)
-            assert took[-1] < 0.020
             assert not any(answer.known for answer in answers)
             assert view.degraded
             assert view.status().reason
+        return [(started, 2), (took[-1], 0.020)]
+
+    await once_in_time(ask)
 
 
 async def test_b065_a_master_that_is_not_there_yet_is_found_when_it_is(tmp_path: Path) -> None:
@@ -200,9 +221,13 @@ async def test_a_chain_beyond_the_budget_is_proven_in_part_and_remembered(
             return found.blocks == 6000 and found.exact
 
         await until(whole)
-        began = unhindered()
-        assert (await view.prefix(chain, LAYOUT)).exact
-        assert unhindered() - began < 0.02
+
+        async def again() -> list[tuple[float, float]]:
+            began = unhindered()
+            assert (await view.prefix(chain, LAYOUT)).exact
+            return [(unhindered() - began, 0.02)]
+
+        await once_in_time(again)
 
 
 async def test_a_cancelled_turn_leaves_nothing_behind(

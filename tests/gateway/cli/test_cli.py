@@ -6,7 +6,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,9 +66,10 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 
 
 def test_help_names_every_command_and_imports_nothing_heavy() -> None:
-    started = time.perf_counter()
+    before = os.times()
     done = moongate("--help")
-    assert time.perf_counter() - started < 5
+    after = os.times()
+    assert after.children_user + after.children_system < before.children_user + before.children_system + 2
     assert done.returncode == 0
     for command in ("serve", "up", "worker", "explain", "doctor"):
         assert f"\n  {command} " in done.stdout

