@@ -160,8 +160,10 @@ class Run:
     def _begin(self) -> None:
         load, clock = self._load, self._clock
         if self._sessions[0].arrives_s is not None:
-            for number, session in enumerate(self._sessions):
-                clock.at(session.arrives_s or 0.0, self._ask, number, 0)
+            times = [session.arrives_s or 0.0 for session in self._sessions]
+            start = min(times)  # which may be a date
+            for number, at in enumerate(times):
+                clock.at(at - start, self._ask, number, 0)
             return
         if load.rate is not None:
             at = 0.0

@@ -9,18 +9,18 @@ import msgspec
 
 from replay.traces.codex_like import growing
 from replay.traces.mooncake import NATIVE, prompt_of_ids
-from replay.traces.types import Asked, BadTrace, Session
+from replay.traces.types import Asked, BadTrace, Milliseconds, Session, Tokens
 
 # Heads and sessions of prompts without ids have numbers beyond those of blocks with ids.
 _FIRST: Final = 1 << 22
 
 
 class _Row(msgspec.Struct):
-    input_length: int
-    output_length: int = 1
+    input_length: Tokens
+    output_length: Tokens = 1
     session_id: str | int | None = None
-    timestamp: float | None = None  # milliseconds
-    delay: float | None = None  # milliseconds after the end of the turn before
+    timestamp: Milliseconds | None = None
+    delay: Milliseconds | None = None  # after the end of the turn before
     hash_ids: list[int] | None = None
 
 
@@ -46,13 +46,21 @@ def read(rows: Iterable[tuple[int, Any]], block_size: int, head: int | None = No
         name = f"line {line}" if parsed.session_id is None else str(parsed.session_id)
         if not copy or parsed.hash_ids is None:
             sessions.setdefault((copy, name), []).append((line, parsed))
+    numbers: dict[int, int] = {}
+    timed: bool | None = None
     for number, ((_, name), listed) in enumerate(sessions.items()):
-        stamp = listed[0][1].timestamp
+        line, first = listed[0]
+        stamp = first.timestamp
+        timed = stamp is not None if timed is None else timed
+        if timed != (stamp is not None):
+            raise BadTrace(f"line {line}: some sessions have a timestamp and others have none")
         arrives = None if stamp is None else stamp / 1000
-        yield Session(name, _turns(name, number, listed, block_size), arrives)
+        yield Session(name, _turns(name, number, listed, numbers, block_size), arrives)
 
 
-def _turns(name: str, number: int, listed: list[tuple[int, _Row]], block_size: int) -> list[Asked]:
+def _turns(
+    name: str, number: int, listed: list[tuple[int, _Row]], numbers: dict[int, int], block_size: int
+) -> list[Asked]:
     thinks = [(row.delay or 0.0) / 1000 for _, row in listed]
     with_ids = [row.hash_ids is not None for _, row in listed]
     if not any(with_ids):
@@ -64,6 +72,7 @@ def _turns(name: str, number: int, listed: list[tuple[int, _Row]], block_size: i
         raise BadTrace(f"blocks of {NATIVE} tokens cannot be cut in blocks of {block_size}")
     turns: list[Asked] = []
     for (line, row), think in zip(listed, thinks, strict=True):
-        asked = prompt_of_ids(row.hash_ids or [], row.input_length, row.output_length, line, block_size)
+        ids = row.hash_ids or []
+        asked = prompt_of_ids(ids, numbers, row.input_length, row.output_length, line, block_size)
         turns.append(Asked(asked.chain, asked.prompt_tokens, asked.output_tokens, think))
     return turns

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
 from replay.chains import Pieces, common
-from replay.traces.types import KEY_SPACE, Asked, BadTrace, Session
+from replay.traces.types import KEY_SPACE, Asked, BadTrace, Session, Tokens
 
 _NATIVE: Final = 64
 # Keys of the answer's blocks that no later prompt has.
 _UNSEEN: Final = KEY_SPACE >> 1
+# All of a session's are below that, in blocks as small as they can be cut.
+_Block = Annotated[int, msgspec.Meta(ge=0, lt=_UNSEEN // _NATIVE // 2)]
 
 
 class _Request(msgspec.Struct):
     type: str = "n"
-    inp: int = msgspec.field(name="in", default=0)
-    out: int = 0
-    hr: list[int] = []
+    inp: Tokens = msgspec.field(name="in", default=0)
+    out: Tokens = 0
+    hr: list[_Block] = []  # first id and count, again and again
     think_time: float = 0.0
-    tool_tokens: int = 0
-    system_tokens: int = 0
+    tool_tokens: Tokens = 0
+    system_tokens: Tokens = 0
     requests: list[_Request] = []  # of a sub-agent, which its parent waits for
 
 
@@ -30,8 +32,8 @@ class _Row(msgspec.Struct):
     id: str
     requests: list[_Request]
     block_size: int
-    tool_tokens: int = 0
-    system_tokens: int = 0
+    tool_tokens: Tokens = 0
+    system_tokens: Tokens = 0
 
 
 def read(rows: Iterable[tuple[int, Any]], block_size: int, head: int | None = None) -> Iterator[Session]:
@@ -52,6 +54,10 @@ def read(rows: Iterable[tuple[int, Any]], block_size: int, head: int | None = No
         _thread(parsed.requests, (parsed.tool_tokens, parsed.system_tokens), heads, shared, requests)
         if head is not None:
             shared = {first: (at, min(length, head // _NATIVE)) for first, (at, length) in shared.items()}
+        if any(len(each.hr) % 2 for each in requests):
+            raise BadTrace(
+                f"line {line}: hr is a list of pairs, first id and count, but one has an odd length"
+            )
         if turns := _turns(requests, number, shared, block_size):
             yield Session(parsed.id, turns)
 

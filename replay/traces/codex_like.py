@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from replay.chains import Pieces
-from replay.traces.types import KEY_SPACE, Asked, BadTrace, Session
+from replay.traces.types import KEY_SPACE, Asked, BadTrace, Session, Tokens
 
 # Gaps are from start to start and contain the time the recorded provider took: about a second to the first
 # token and 70 tokens a second after it, which is taken off to get the time the agent itself took.
@@ -18,9 +18,11 @@ _PROVIDER_TOK_S: Final = 70.0
 
 class _Row(msgspec.Struct):
     sid: str
-    shared: int
-    first: int
-    turns: list[tuple[int, int, float]]  # new prompt tokens, answer's tokens, seconds from start to start
+    shared: Tokens
+    first: Tokens
+    turns: list[
+        tuple[Tokens, Tokens, float]
+    ]  # new prompt tokens, answer's tokens, seconds from start to start
 
 
 def read(rows: Iterable[tuple[int, Any]], block_size: int, head: int | None = None) -> Iterator[Session]:

@@ -69,7 +69,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
                     continue
                 try:
                     yield number, decoder.decode(line)
-                except msgspec.DecodeError as wrong:
+                except (msgspec.DecodeError, RecursionError) as wrong:
                     raise BadTrace(f"{path}: line {number}: not JSON: {wrong}") from None
     except (OSError, EOFError, zlib.error) as wrong:
         raise BadTrace(f"{path}: {getattr(wrong, 'strerror', None) or wrong}") from None

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
+
+from msgspec import Meta
 
 from replay.chains import Pieces
 
 # Keys of one session, of one head, of one recorded block: 2**40 numbers each, so that none meet.
 KEY_SPACE: Final = 1 << 40
+# What a trace may say of a turn, so that no session comes to more keys than its space has.
+Tokens = Annotated[int, Meta(ge=0, le=1 << 32)]
+Milliseconds = Annotated[float, Meta(ge=0, le=1e15)]
 
 
 class BadTrace(ValueError):

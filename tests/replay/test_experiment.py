@@ -244,6 +244,20 @@ def test_flags_that_set_a_pace_are_refused_where_they_would_have_no_effect(tmp_p
     assert (found["active"], found["ramp_s"], found["rate"]) == (None, None, 2.0)
 
 
+def test_a_trace_of_dates_begins_with_its_first_request(tmp_path: Path) -> None:
+    def rows(since: int) -> list[dict[str, Any]]:
+        return [{"timestamp": since + 500 * n, "input_length": 900, "output_length": 900} for n in range(9)]
+
+    settings: dict[str, Any] = {"format": "aiperf", "active": None, "ramp_s": None, "failures": (2.0,)}
+    counted, dated = (
+        run(experiment(written(tmp_path / "t.jsonl", rows(since)), **settings)).measures["round_robin"]
+        for since in (0, 1_790_000_000_000)
+    )
+    assert (dated.failed_turns, dated.retried_turns) == (counted.failed_turns, counted.retried_turns)
+    assert dated.failed_turns + dated.retried_turns > 0
+    assert dated.e2e_s == counted.e2e_s
+
+
 @pytest.mark.parametrize(
     "words",
     [

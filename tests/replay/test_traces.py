@@ -76,7 +76,7 @@ def test_mooncake_blocks_are_cut_smaller_and_batches_spread_over_time(tmp_path: 
 def test_aiperf_turns_add_to_their_session(tmp_path: Path) -> None:
     rows = [
         {"session_id": "a", "timestamp": 500, "input_length": 640, "output_length": 64},
-        {"session_id": "b", "input_length": 100, "output_length": 1},
+        {"session_id": "b", "timestamp": 900, "input_length": 100, "output_length": 1},
         {"session_id": "a", "delay": 2000, "input_length": 128, "output_length": 64},
     ]
     trace = load(written(tmp_path / "t", rows), "aiperf", 64)
@@ -126,9 +126,77 @@ def test_the_samples_in_the_docs_are_traces(tmp_path: Path, name: str) -> None:
     assert max(turn.think_s for each in trace.sessions for turn in each.turns) == pytest.approx(pause_s)
 
 
+def test_ids_of_blocks_may_be_any_numbers(tmp_path: Path) -> None:
+    plain = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 9, "hash_ids": [0, n]} for n in (1, 2, 1)
+    ]
+    strange = {0: -5, 1: 1 << 63, 2: 1 << 70}
+    rows = [{**row, "hash_ids": [strange[each] for each in row["hash_ids"]]} for row in plain]
+    for name in ("mooncake", "aiperf"):
+        for given in (plain, rows):
+            trace = load(written(tmp_path / "t", given), name, 64)
+            assert [shared(trace, (0, 0), (other, 0)) for other in (1, 2)] == [512, 1024]
+
+
+def test_a_batch_that_a_trace_begins_with_comes_at_its_time(tmp_path: Path) -> None:
+    rows = [
+        {"timestamp": 1_800_000, "input_length": 9, "output_length": 9, "hash_ids": [n]} for n in range(3)
+    ]
+    trace = load(written(tmp_path / "t", rows), "mooncake", 64)
+    assert [each.arrives_s for each in trace.sessions] == [1800, 1800, 1800]
+
+
+def test_sessions_of_which_only_some_say_when_they_begin_are_refused(tmp_path: Path) -> None:
+    rows = [
+        {"session_id": "a", "timestamp": 500, "input_length": 640},
+        {"session_id": "a", "input_length": 640},
+        {"session_id": "b", "input_length": 640},
+    ]
+    for ordered in (rows, [rows[2], *rows[:2]]):
+        with pytest.raises(BadTrace, match=r"line [23]: some sessions have a timestamp and others have none"):
+            load(written(tmp_path / "t", ordered), "aiperf", 64)
+
+
+CLAUDE = {"id": "a", "block_size": 64, "requests": [{"in": 9, "hr": [1, 1]}]}
+CODEX = {"sid": "a", "shared": 6, "first": 9, "turns": [[9, 3, 0]]}
+REQUEST = {"timestamp": 0, "input_length": 9, "output_length": 9, "hash_ids": [0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "says"),
+    [
+        ("codex_like", {**CODEX, "shared": -1}, "shared"),
+        ("codex_like", {**CODEX, "turns": [[9, -3, 0]]}, r"turns\[0\]\[1\]"),
+        ("codex_like", {**CODEX, "turns": [[1 << 70, 3, 0]]}, r"turns\[0\]\[0\]"),
+        ("claude_code", {**CLAUDE, "tool_tokens": -1}, "tool_tokens"),
+        ("claude_code", {**CLAUDE, "requests": [{"in": -9, "hr": [1, 1]}]}, r"requests\[0\]\.in"),
+        ("claude_code", {**CLAUDE, "requests": [{"in": 9, "hr": [1, -1]}]}, r"hr\[1\]"),
+        ("claude_code", {**CLAUDE, "requests": [{"in": 9, "hr": [1 << 40, 1]}]}, r"hr\[0\]"),
+        ("claude_code", {**CLAUDE, "requests": [{"in": 9, "hr": [1, 1, 2]}]}, "hr is a list of pairs"),
+        ("mooncake", {**REQUEST, "output_length": -9}, "output_length"),
+        ("mooncake", {**REQUEST, "timestamp": -9}, "timestamp"),
+        ("mooncake", {**REQUEST, "timestamp": 1e300}, "timestamp"),
+        ("aiperf", {**REQUEST, "output_length": 1 << 70}, "output_length"),
+        ("aiperf", {**REQUEST, "delay": -9}, "delay"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_with_their_line(
+    tmp_path: Path, name: str, row: dict[str, object], says: str
+) -> None:
+    with pytest.raises(BadTrace, match=rf"line 1: .*{says}"):
+        load(written(tmp_path / "t", [row]), name, 64)
+
+
 @pytest.mark.parametrize("name", ["claude_code", "codex_like", "mooncake", "aiperf"])
 @pytest.mark.parametrize(
-    ("text", "says"), [("{", "line 1: not JSON"), ('{"a": 1}', "line 1: "), ("", "no lines")]
+    ("text", "says"),
+    [
+        ("{", "line 1: not JSON"),
+        ('{"a": 1}', "line 1: "),
+        ("", "no lines"),
+        ("[" * 200_000, "line 1: not JSON: maximum recursion"),
+    ],
+    ids=["cut off", "something else", "empty", "too deep"],
 )
 def test_what_is_no_trace_is_refused_with_its_line(tmp_path: Path, name: str, text: str, says: str) -> None:
     file = tmp_path / "t.jsonl"
