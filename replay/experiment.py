@@ -33,6 +33,9 @@ _RAMP_S = 30.0
 # policy does, so it is tried with all that they know. The lowest mean time to first token is shown.
 _PATIENCES = (0.0, 1.0)
 _INFORMED = "expected_ttft"
+# Figures of which nothing depends without a pool, and nothing without private DRAM either.
+_OF_POOL = frozenset({"segment_bytes", "network_bytes_s"})
+_OF_TRANSFERS = frozenset({"host_bytes_s", "pull_setup_s", "lookup_s", "lookup_block_s", "saves_decode"})
 
 
 class BadExperiment(ValueError):
@@ -103,6 +106,7 @@ def run(experiment: Experiment, progress: Progress | None = None, jobs: int = 1)
     made = {name: make(name, experiment.options.get(name)) for name in experiment.policies}
     profile = profiles.load(experiment.profile, experiment.figures)
     fleet = _fleet(experiment, profile)
+    _refuse_figures(experiment, fleet)
     active = experiment.active or _PER_INSTANCE * experiment.instances
     trace, truncated, dropped = _trace(experiment, fleet, active)
     closed = experiment.rate is None and trace.sessions[0].arrives_s is None
@@ -226,11 +230,7 @@ def _fleet(experiment: Experiment, profile: Profile) -> Fleet:
 def _trace(experiment: Experiment, fleet: Fleet, active: int) -> tuple[Trace, int, int]:
     """What is run, how many of its sessions are cut off, and how many are left out whole."""
     profile = fleet.profile
-    limit, limit_of = min(
-        (figure.value, f"{key} = {figure.value:,.0f}")
-        for each in fleet.profiles
-        for key, figure in (("max_model_len", each.max_model_len), ("hbm_tokens", each.hbm_tokens))
-    )
+    limit, limit_of = min(each.longest_turn for each in fleet.profiles)
     wanted = experiment.sessions or active
     trace = files.load(
         experiment.file, experiment.format, profile.blocks_of_tokens, sessions=wanted, head=experiment.head
@@ -262,6 +262,22 @@ def _trace(experiment: Experiment, fleet: Fleet, active: int) -> tuple[Trace, in
             f"no session's first turn is within {limit_of}: the shortest has {least:,} tokens with its answer"
         )
     return Trace(trace.block_size, kept, copies), truncated, dropped
+
+
+def _refuse_figures(experiment: Experiment, fleet: Fleet) -> None:
+    """Those given on the command line of which nothing depends."""
+    given = {
+        key for changes in (experiment.figures, *(each[2] for each in experiment.unlike)) for key in changes
+    }
+    idle = set[str]()
+    if not experiment.pool:
+        idle |= _OF_POOL
+        if not any(each.dram_blocks for each in fleet.profiles):
+            idle |= _OF_TRANSFERS
+            if fleet.profile.decode is None:
+                idle.add("block_bytes")
+    if without := sorted(given & idle):
+        raise BadExperiment(f"without a pool {' and '.join(without)} would have no effect")
 
 
 def _refuse_pace(experiment: Experiment) -> None:

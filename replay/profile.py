@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +15,8 @@ from workers.sim.engine import Limits, Rates
 
 # Figures that a profile may leave out.
 _OPTIONAL: Final = ("prefill_growth", "dram_bytes")
+# Counts. With less than one of these nothing could run.
+_WHOLE: Final = ("gpus", "block_size", "max_model_len", "hbm_tokens", "step_tokens", "max_seqs")
 # Those that decode alone goes by: with P/D it has its own.
 _OF_DECODE: Final = ("decode_seq_s",)
 
@@ -78,6 +81,19 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return int(self.block_size.value)
 
     @property
+    def longest_turn(self) -> tuple[int, str]:
+        """Tokens of prompt and answer that an instance can take at most, and the figure that says so."""
+        size = self.blocks_of_tokens
+        found = [(int(self.max_model_len.value), f"max_model_len = {self.max_model_len.value:,.0f}")]
+        for holder, prefix in ((self, ""), (self.decode, "decode.")):
+            if holder is not None:
+                tokens = int(holder.hbm_tokens.value)
+                whole = tokens // size * size
+                more = f", {whole:,} of them in whole blocks" if whole < tokens else ""
+                found.append((whole, f"{prefix}hbm_tokens = {tokens:,}{more}"))
+        return min(found)
+
+    @property
     def segment_blocks(self) -> int:
         return int(self.segment_bytes.value / self.block_bytes.value)
 
@@ -133,9 +149,11 @@ def load(name: str, changes: Mapping[str, float] | None = None) -> Profile:
         text = resources.files("replay").joinpath("profiles", f"{name}.toml").read_text()
     elif name.endswith(".toml"):
         try:
-            text = Path(name).read_text()
+            text = Path(name).read_text(encoding="utf-8")
         except OSError as wrong:
             raise BadProfile(f"profile {name}: {wrong.strerror}") from None
+        except UnicodeDecodeError as wrong:
+            raise BadProfile(f"profile {name}: not UTF-8: {wrong.reason} at byte {wrong.start}") from None
     else:
         raise BadProfile(f"no profile is called {name!r}; there are {', '.join(names())}, or a .toml file")
     try:
@@ -176,7 +194,16 @@ def _check(name: str, profile: Profile) -> None:
             figure = getattr(holder, key)
             if not isinstance(figure, Figure):
                 continue
-            if figure.value < 0 or (figure.value == 0 and key not in may_be_zero):
-                raise BadProfile(f"profile {name}: {prefix}{key} must be above 0, not {figure.value:g}")
+            value = figure.value
+            if not isfinite(value):
+                raise BadProfile(f"profile {name}: {prefix}{key} must be a finite number, not {value:g}")
+            if value < 0 or (value == 0 and key not in may_be_zero):
+                raise BadProfile(f"profile {name}: {prefix}{key} must be above 0, not {value:g}")
+            if key in _WHOLE and not value.is_integer():
+                raise BadProfile(f"profile {name}: {prefix}{key} must be a whole number, not {value:g}")
+            if key == "hbm_tokens" and value < profile.block_size.value:
+                raise BadProfile(f"profile {name}: {prefix}{key} must be at least a block, not {value:g}")
+            if key == "saves_decode" and value not in (0, 1):
+                raise BadProfile(f"profile {name}: saves_decode must be 0 or 1, not {value:g}")
             if not figure.source:
                 raise BadProfile(f"profile {name}: {prefix}{key} has no source")

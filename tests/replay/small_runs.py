@@ -9,7 +9,8 @@ from typing import Any
 from replay.experiment import Experiment
 
 # So little that no instance keeps the sessions of all that come to it.
-SMALL = {"hbm_tokens": 19_200, "segment_bytes": 16_777_216 * 2_000}
+HBM = {"hbm_tokens": 19_200}
+SMALL = {**HBM, "segment_bytes": 16_777_216 * 2_000}
 
 
 def codex(tmp_path: Path, sessions: int = 22, turns: int = 12) -> str:
@@ -39,7 +40,7 @@ def experiment(file: str, *policies: str, **more: Any) -> Experiment:
         "instances": 3,
         "pool": True,
         "policies": policies or ("round_robin",),
-        "figures": SMALL,
+        "figures": SMALL if more.get("pool", True) else HBM,
         "active": 7,
         "warmup": 0.0,
         "ramp_s": 3.0,

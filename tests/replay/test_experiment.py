@@ -12,10 +12,11 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from gateway.cli.main import app
+from replay import profile as profiles
 from replay import report
 from replay.command import ReplayError, replay
 from replay.experiment import BadExperiment, run
-from small_runs import SMALL, codex, experiment, written
+from small_runs import HBM, SMALL, codex, experiment, written
 
 KEYS = {
     "hit_rate",
@@ -67,7 +68,7 @@ def test_sessions_that_stay_with_their_owner_need_hardly_any_network(tmp_path: P
 
 def test_private_dram_holds_what_hbm_cannot_for_those_who_come_back(tmp_path: Path) -> None:
     file = codex(tmp_path)
-    figures = {**SMALL, "dram_bytes": 16_777_216 * 4_000}
+    figures = {**HBM, "dram_bytes": 16_777_216 * 4_000}
     without = run(experiment(file, "session", pool=False)).measures["session"]
     outcome = run(experiment(file, "session", "round_robin", pool=False, figures=figures))
     staying, moving = outcome.measures["session"], outcome.measures["round_robin"]
@@ -79,7 +80,7 @@ def test_private_dram_holds_what_hbm_cannot_for_those_who_come_back(tmp_path: Pa
     assert staying.local_share == 1
     assert staying.pool_network_bytes == 0
     assert moving.hit_rate < staying.hit_rate
-    both = run(experiment(file, "round_robin", figures=figures)).measures["round_robin"]
+    both = run(experiment(file, "round_robin", figures={**SMALL, **figures})).measures["round_robin"]
     assert both.hit_rate > moving.hit_rate
     assert 0 < both.remote_pool < both.local + both.dram + both.own_segment
 
@@ -192,8 +193,8 @@ def test_words_that_say_nothing_are_refused(tmp_path: Path, words: dict[str, obj
 
 def test_a_trace_without_a_turn_that_fits_is_refused(tmp_path: Path) -> None:
     for key in ("max_model_len", "hbm_tokens"):
-        with pytest.raises(BadExperiment, match=rf"within {key} = 100: the shortest has 2,148 tokens"):
-            run(experiment(codex(tmp_path, 2), figures={key: 100}))
+        with pytest.raises(BadExperiment, match=rf"within {key} = 128: the shortest has 2,148 tokens"):
+            run(experiment(codex(tmp_path, 2), figures={key: 128}))
 
 
 def test_where_an_installed_policy_fails_the_fallback_decides_as_in_the_gateway(
@@ -209,6 +210,76 @@ def test_where_an_installed_policy_fails_the_fallback_decides_as_in_the_gateway(
     assert "shaky failed for 84 turns" in report.table(outcome)
     assert "shaky: ZeroDivisionError: division by zero" in report.table(outcome)
     assert (fallback.policy_failures, outcome.clairvoyant.policy_failures) == (0, 0)
+
+
+@pytest.mark.parametrize("dram_bytes", [0, 16_777_216 * 500])
+@pytest.mark.parametrize("profile", ["qwen3-32b-2xh100", "kimi-k2.5-gb200"])
+def test_without_a_pool_those_figures_are_refused_that_would_change_nothing(
+    tmp_path: Path, profile: str, dram_bytes: int
+) -> None:
+    """Others may change nothing here, as they limit what does not happen in so small a run."""
+    file = codex(tmp_path, sessions=9, turns=4)
+    given = {"hbm_tokens": 6_400, "dram_bytes": dram_bytes}
+    settings: dict[str, Any] = {"profile": profile, "pool": False, "instances": 1}
+
+    def measured(more: dict[str, float]) -> bytes:
+        outcome = run(experiment(file, figures={**given, **more}, **settings))
+        return report.encoded(outcome).partition(b'"policies"')[2]
+
+    plain = measured({})
+    refused: dict[str, str] = {}
+    changing: set[str] = set()
+    for key, value in _figures(profile).items():
+        try:
+            found = measured({key: 1 - value if key == "saves_decode" else 2 * value})
+        except BadExperiment as wrong:
+            refused[key] = str(wrong)
+        else:
+            changing |= {key} if found != plain else set()
+    transfers = {"host_bytes_s", "pull_setup_s", "lookup_s", "lookup_block_s", "saves_decode"}
+    idle = {"segment_bytes", "network_bytes_s"}
+    if not dram_bytes:
+        idle |= transfers | ({"block_bytes"} if profile.startswith("qwen") else set())
+    assert refused == {key: f"without a pool {key} would have no effect" for key in idle}
+    assert changing >= {"prefill_tok_s", "step_s", "overhead_s"} | (transfers - idle)
+
+
+def _figures(profile: str) -> dict[str, float]:
+    found = profiles.load(profile)
+    return {
+        name: getattr(found, name).value
+        for name in found.__struct_fields__
+        if isinstance(getattr(found, name), profiles.Figure)
+        and name not in ("gpus", "block_size", "dram_bytes", "decode_seq_s")
+    } | ({} if found.decode is None else {"decode.step_s": found.decode.step_s.value})
+
+
+@pytest.mark.parametrize(
+    ("profile", "key", "limit"),
+    [
+        ("qwen3-32b-2xh100", "hbm_tokens", "hbm_tokens = 2,200, 2,176 of them in whole blocks"),
+        ("kimi-k2.5-gb200", "decode.hbm_tokens", "decode.hbm_tokens = 2,200, 2,176 of them in whole blocks"),
+    ],
+)
+def test_a_turn_that_fits_no_whole_blocks_of_a_cache_cuts_its_session_off(
+    tmp_path: Path, profile: str, key: str, limit: str
+) -> None:
+    def rows(*prompts: int) -> str:
+        turns = [{"sid": f"s{n}", "shared": 0, "first": n, "turns": [[n, 90, 0.0]]} for n in prompts]
+        return written(tmp_path / "t.jsonl", turns)
+
+    settings: dict[str, Any] = {"profile": profile, "figures": {key: 2200}, "active": 1}
+    outcome = run(experiment(rows(2086, 2087, 2110), **settings))
+    assert (outcome.sessions, outcome.dropped, outcome.measures["round_robin"].turns) == (1, 2, 1)
+    with pytest.raises(BadExperiment, match=f"within {limit}: the shortest has 2,177 tokens"):
+        run(experiment(rows(2087), **settings))
+
+
+def test_blocks_of_one_token_do(tmp_path: Path) -> None:
+    figures = {**SMALL, "block_size": 1}
+    each = run(experiment(codex(tmp_path, 7, 4), figures=figures)).measures["round_robin"]
+    assert each.turns == 28
+    assert each.hit_rate <= each.ideal_hit_rate
 
 
 def test_longer_turns_than_the_model_takes_cut_their_session_off(tmp_path: Path) -> None:

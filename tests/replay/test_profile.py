@@ -20,6 +20,31 @@ def test_a_figure_that_decode_has_of_its_own_is_named_where_the_other_would_have
     assert profiles.load("qwen3-32b-2xh100", {"decode_seq_s": 0.01}).decode_seq_s.value == 0.01
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("step_s", float("nan"), "step_s must be a finite number, not nan"),
+        ("network_bytes_s", float("inf"), "network_bytes_s must be a finite number, not inf"),
+        ("block_size", 63.7, "block_size must be a whole number, not 63.7"),
+        ("max_seqs", 0.5, "max_seqs must be a whole number, not 0.5"),
+        ("decode.max_seqs", 0.5, r"decode\.max_seqs must be a whole number, not 0.5"),
+        ("hbm_tokens", 63, "hbm_tokens must be at least a block, not 63"),
+        ("decode.hbm_tokens", 63, r"decode\.hbm_tokens must be at least a block, not 63"),
+        ("saves_decode", 7, "saves_decode must be 0 or 1, not 7"),
+    ],
+)
+def test_figures_that_cannot_be_are_refused(key: str, value: float, says: str) -> None:
+    with pytest.raises(BadProfile, match=says):
+        profiles.load("kimi-k2.5-gb200", {key: value})
+
+
+def test_a_profile_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "p.toml"
+    file.write_bytes('description = "Qwén"'.encode("latin-1"))
+    with pytest.raises(BadProfile, match=r"p\.toml: not UTF-8: invalid continuation byte at byte 17"):
+        profiles.load(str(file))
+
+
 @pytest.mark.parametrize(("name", "decodes"), [("kimi-k2.5-gb200", True), ("qwen3-32b-2xh100", False)])
 def test_a_figure_that_is_not_there_is_answered_with_all_that_are(name: str, decodes: bool) -> None:
     for key in ("speed", "decode.speed", "decode"):

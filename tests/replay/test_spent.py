@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 from replay import report
 from replay.experiment import run
 from replay.spent import Part, held_up_by
-from small_runs import SMALL, codex, experiment, written
+from small_runs import HBM, SMALL, codex, experiment, written
 
 
 def held_up(file: str, **more: Any) -> Part:
@@ -22,10 +22,10 @@ def held_up(file: str, **more: Any) -> Part:
     [
         ("decode", {"think": 0.0}),
         ("thinking", {"think": 10.0}),
-        ("room", {"instances": 1, "active": 20, "pool": False, "figures": {**SMALL, "hbm_tokens": 12_800}}),
+        ("room", {"instances": 1, "active": 20, "pool": False, "figures": {"hbm_tokens": 12_800}}),
         ("room", {"active": 20, "think": 0.0, "figures": {"max_seqs": 2}}),
         ("pulls", {"figures": {**SMALL, "network_bytes_s": 2e8}}),
-        ("prefill", {"pool": False, "think": 0.0, "figures": {**SMALL, "prefill_tok_s": 1000}}),
+        ("prefill", {"pool": False, "think": 0.0, "figures": {**HBM, "prefill_tok_s": 1000}}),
         ("fixed", {"think": 0.0, "figures": {**SMALL, "overhead_s": 9.0}}),
         (
             "handoff",

@@ -260,8 +260,10 @@ class Engine:
                 self._finish(turn, now)
                 continue
             tokens = turn.target + step
-            if tokens // size > turn.held.cached:
-                self._commit(turn, tokens // size)
+            # In blocks of one token, what a token fills is allocated only below.
+            full = min(tokens // size, turn.held.blocks)
+            if full > turn.held.cached:
+                self._commit(turn, full)
             if tokens > turn.held.blocks * size:
                 left = self._blocks(turn.prompt_tokens + turn.output_tokens - 1) - turn.held.blocks
                 if not self._allocate(turn, min(self.limits.stride, left)):
