@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
+from io import BytesIO
 from typing import Any, Final
 
 from replay.experiment import CLAIRVOYANT, Outcome
@@ -31,7 +31,7 @@ def available() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def write(outcome: Outcome, path: Path) -> None:
+def drawn(outcome: Outcome, suffix: str) -> bytes:
     """Both times by percentile, where prompts' tokens came from, and traffic. Same outcome, same picture."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -44,7 +44,10 @@ def write(outcome: Outcome, path: Path) -> None:
             _times(axes, title, lines)
         _sources(sources, outcome)
         _traffic(traffic, outcome)
-        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+        picture = BytesIO()
+        metadata = {"Date": None} if suffix == ".svg" else None
+        figure.savefig(picture, format=suffix.removeprefix("."), dpi=130, metadata=metadata)
+    return picture.getvalue()
 
 
 def _times(axes: Any, title: str, lines: list[tuple[str, Any]]) -> None:

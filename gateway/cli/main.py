@@ -1,5 +1,6 @@
 """The command `moongate`. Each command imports what it needs, so that --help is quick."""
 
+import os
 import sys
 from typing import Annotated
 
@@ -54,11 +55,16 @@ def main() -> None:
 
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        print(end="", flush=True)
     except TyperException as error:
         print(f"moongate: {error.format_message()}", file=sys.stderr)
         sys.exit(error.exit_code)
     except (Abort, KeyboardInterrupt):
         sys.exit(130)
+    except BrokenPipeError:
+        # Who read the output wants no more of it. As where a command itself hears of it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -71,7 +71,7 @@ def replay(
     Or decide a recorded decision log again: with --decisions it ends with 1 if anything comes out otherwise
     than it was recorded.
     """
-    from replay.command import ReplayError, replay_decisions
+    from replay.command import ReplayError, ReplayFailed, replay_decisions
     from replay.command import replay as run_replay
     from replay.experiment import Experiment
 
@@ -89,6 +89,10 @@ def replay(
         raise typer.Exit(0 if equal else 1)
     if not file:
         fail("replay needs a trace, or --decisions with a decision log")
+    if pool == "off" and _is_given(context, "placement"):
+        fail("without a pool --placement would have no effect")
+    if not deaths and _is_given(context, "down"):
+        fail("without --fail --down would have no effect")
     experiment = Experiment(
         file=file,
         format=trace_format,
@@ -121,6 +125,8 @@ def replay(
         )
     except ReplayError as error:
         fail(str(error))
+    except ReplayFailed as error:
+        fail(str(error), 1)
 
 
 def _is_given(context: typer.Context, name: str | None) -> bool:

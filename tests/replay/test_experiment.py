@@ -1,7 +1,10 @@
 """Whole runs, small: what a fleet gains by its pool, by placement, and by whom turns are sent to."""
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from dataclasses import replace as dc_replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from typer.testing import CliRunner
 from gateway.cli.main import app
 from replay import profile as profiles
 from replay import report
-from replay.command import ReplayError, replay
+from replay.command import ReplayError, ReplayFailed, replay
 from replay.experiment import BadExperiment, run
 from small_runs import HBM, SMALL, codex, experiment, written
 
@@ -182,13 +185,75 @@ def test_settings_that_cannot_be_run_are_refused(tmp_path: Path, more: dict[str,
         ({"figures": ["hbm_tokens=0"]}, "hbm_tokens must be above 0"),
         ({"options": ["margin=1"]}, "--option takes POLICY.OPTION=VALUE"),
         ({"options": ["round_robin.margin=1"]}, "round_robin has no option margin"),
+        ({"figures": ["step_s=1", "step_s=2"]}, "step_s is set twice"),
+        ({"options": ["expected_ttft.tie_share=0", "expected_ttft.tie_share=1"]}, "tie_share is given twice"),
         ({"json": Path("nowhere/out.json")}, "there is no directory nowhere"),
+        ({"page": Path("/")}, "/: is a directory"),
+        ({"json": Path("out"), "page": Path("out")}, "out: is another result's file, too"),
         ({"plot": Path("out.pdf")}, "plots are written as .png or .svg"),
     ],
 )
 def test_words_that_say_nothing_are_refused(tmp_path: Path, words: dict[str, object], says: str) -> None:
+    settings = experiment(codex(tmp_path, 2), "round_robin", "expected_ttft")
     with pytest.raises(ReplayError, match=says):
-        replay(experiment(codex(tmp_path, 2)), **words)  # type: ignore[arg-type]
+        replay(settings, **words)  # type: ignore[arg-type]
+
+
+def test_a_result_does_not_overwrite_the_trace(tmp_path: Path) -> None:
+    file = codex(tmp_path, 2)
+    (tmp_path / "link").symlink_to(file)
+    before = Path(file).read_bytes()
+    with pytest.raises(ReplayError, match="link: is the trace"):
+        replay(experiment(file), json=tmp_path / "link")
+    assert Path(file).read_bytes() == before
+
+
+def test_what_cannot_be_written_after_all_is_said_and_the_rest_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
+    out.write_text("of the run before")
+    (tmp_path / ".out.json.part").mkdir()  # stands in its way
+    with pytest.raises(ReplayFailed, match=r"out\.json: Is a directory"):
+        replay(experiment(codex(tmp_path, 2)), json=out, page=page)
+    assert "clairvoyant" in capsys.readouterr().out
+    assert "<svg" in page.read_text()
+    assert out.read_text() == "of the run before"
+    with pytest.raises(ReplayFailed, match="/dev/full: No space left on device"):
+        replay(experiment(codex(tmp_path, 2)), json=Path("/dev/full"))
+
+
+def test_a_name_that_no_report_could_hold_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ReplayError, match="its name is not UTF-8"):
+        replay(experiment(os.fsdecode(b"trace-\xff.jsonl")))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--pool off --placement random", "without a pool --placement would have no effect"),
+        ("--down 9", "without --fail --down would have no effect"),
+    ],
+)
+def test_flags_that_would_change_nothing_are_refused(tmp_path: Path, words: str, says: str) -> None:
+    given = ["replay", codex(tmp_path, 2), "--format", "codex_like", *words.split()]
+    found = CliRunner().invoke(app, given)
+    assert (found.exit_code, found.stderr) == (2, f"moongate: {says}\n")
+
+
+def test_who_wants_no_more_of_the_table_gets_no_traceback(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    words = [codex(tmp_path, 2), "--format", "codex_like", "--policy", "random", "--json", out, "--jobs", "1"]
+    started = subprocess.Popen(
+        [sys.executable, "-m", "gateway.cli", "replay", *words, "--instances", "1", "--active", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert started.stdout is not None
+    started.stdout.close()
+    _, errors = started.communicate()
+    assert (started.returncode, errors) == (1, b"")
+    assert json.loads(out.read_bytes())["policies"].keys() == {"random"}
 
 
 def test_a_trace_without_a_turn_that_fits_is_refused(tmp_path: Path) -> None:
