@@ -55,7 +55,7 @@ class Front:
     def port(self) -> int:
         return int(self.url.rsplit(":", 1)[1])
 
-    async def until(self, condition: Callable[[], bool], budget_s: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], bool], budget_s: float = 60.0) -> None:
         """Wait until an observable condition holds; if it does not, say what is under way."""
         try:
             async with asyncio.timeout(budget_s):

@@ -67,7 +67,7 @@ async def serving(*words: str) -> AsyncIterator[tuple[asyncio.subprocess.Process
     )
     assert process.stdout
     try:
-        line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+        line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
         yield process, [word.rstrip(",").removesuffix("/admin/v1") for word in line.split() if "://" in word]
     finally:
         if process.returncode is None:
@@ -236,7 +236,7 @@ async def test_that_clients_are_turned_away_for_want_of_descriptors_is_said_and_
         assert process.stdout
         assert process.stderr
         for _ in range(2):
-            assert await asyncio.wait_for(process.stdout.readline(), 30) == b"full\n"
+            assert await asyncio.wait_for(process.stdout.readline(), 60) == b"full\n"
         for _, writer in clients:
             writer.close()
         async with asyncio.timeout(30), httpx.AsyncClient() as another:

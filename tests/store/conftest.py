@@ -68,9 +68,15 @@ def either(request: pytest.FixtureRequest) -> PoolView:
 
 
 @pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
+def silence_s() -> float:
+    """After which a replay is given up. Publishers answer at once; the machine may be busy."""
+    return 10.0
+
+
+@pytest.fixture
+async def rig(silence_s: float) -> AsyncIterator[Rig]:
     sink = Watched()
-    streams = EventStreams(sink, proof_interval_s=0.2, replay_silence_s=0.5)
+    streams = EventStreams(sink, proof_interval_s=0.2, replay_silence_s=silence_s)
     await streams.start()
     rig = Rig(sink, streams, free_port(), free_port())
     yield rig

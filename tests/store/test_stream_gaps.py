@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from tests.store.following import Rig, seqs
 from tests.store.kv_publisher import removed, stored
 
@@ -86,6 +88,7 @@ async def test_b010_without_replay_a_gap_forgets_and_degrades(rig: Rig) -> None:
     assert rig.status.state == "degraded"
 
 
+@pytest.mark.parametrize("silence_s", [0.5])
 async def test_b011_a_replay_that_comes_too_late_brings_nothing_back(rig: Rig) -> None:
     publisher = rig.publisher()
     rig.follow()
@@ -123,6 +126,7 @@ async def test_b011_live_batches_during_a_replay_are_applied_once_and_after_it(r
     await rig.until(lambda: rig.sink.match(1, 2, 3) == 1)
 
 
+@pytest.mark.parametrize("silence_s", [0.5])
 async def test_b011_a_replay_that_breaks_off_is_asked_again_from_where_it_stopped(rig: Rig) -> None:
     publisher = rig.publisher()
     for key in range(1, 9):

@@ -101,7 +101,7 @@ async def continued(rig: Rig, after_snapshot: Callable[[], None]) -> tuple[Watch
     index = BlockIndex.restore(snapshot)
     sink = Watched(Knowledge())
     sink.knowledge.restore(index, BlockIndex(), {})
-    streams = EventStreams(sink, proof_interval_s=0.2, replay_silence_s=0.5)
+    streams = EventStreams(sink, proof_interval_s=0.2, replay_silence_s=10.0)
     await streams.start()
     source = EventSource("w", f"tcp://127.0.0.1:{rig.port}", f"tcp://127.0.0.1:{rig.replay_port}")
     assert sink.match(1) == 0, "nothing is believed before it is proven"

@@ -235,8 +235,8 @@ async def test_serve_runs_and_ends_on_sigterm(tmp_path: Path) -> None:
     assert process.stdout
     assert process.stderr
     try:
-        announced = (await asyncio.wait_for(process.stderr.readline(), 30)).decode().strip()
-        listening = (await asyncio.wait_for(process.stdout.readline(), 30)).decode().split()
+        announced = (await asyncio.wait_for(process.stderr.readline(), 60)).decode().strip()
+        listening = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().split()
         url, token = listening[3].rstrip(","), announced.rsplit(" ", 1)[1]
         async with httpx.AsyncClient(base_url=url, timeout=30) as http:
             assert (await http.get("/health")).status_code == 200

@@ -121,8 +121,12 @@ async def test_b021_short_prompts_one_at_a_time_go_round_an_idle_fleet(
 
 
 async def test_rates_are_learned_from_first_tokens_and_shown(peers, front, model: str) -> None:
+    taken: list[float] = []
+
     async def stream(received: Received, connection: Connection) -> None:
+        began = asyncio.get_running_loop().time()
         await asyncio.sleep(len(received.body) / 4 / 2000)  # about 2,000 tokens a second
+        taken.append((asyncio.get_running_loop().time() - began) / (len(received.body) / 4 / 2000))
         await connection.start_stream()
         await connection.chunk(b"data: {}\n\n")
         await connection.chunk(b"data: [DONE]\n\n")
@@ -148,7 +152,8 @@ async def test_rates_are_learned_from_first_tokens_and_shown(peers, front, model
     assert shown["samples"] == 6
     assert shown["recent_tokens"] > 1000
     rate = shown["rates"]["prefill_tokens_per_s"]
-    assert 500 < rate["value"] < 6000
+    # A busy machine sleeps for longer than it is told.
+    assert 500 / max(taken) < rate["value"] < 6000
     assert rate["confidence"] > 0.5
 
 

@@ -13,6 +13,7 @@ from store.prompt.request import ChatPrompt
 from tests.store.kv_publisher import Publisher, publishing, stored
 
 QUESTION = {"role": "user", "content": "Which worker holds this prefix? " * 40}
+GO_ON = {"role": "user", "content": "Go on."}
 
 
 async def say_ok(_: Received, connection: Connection) -> None:
@@ -39,22 +40,31 @@ async def test_an_answer_is_proof_that_its_prompt_is_held_until_events_should_be
             await gate.until(lambda: target in gate.gateway.knowledge.block_sizes)
 
         async def turn(*messages: dict[str, str]) -> tuple[int, int]:
-            sent = {"model": "m", "messages": [QUESTION, *messages]}
+            sent = {"model": "m", "messages": messages}
             async with gate.client.post(f"{gate.url}/v1/chat/completions", json=sent) as answer:
                 await answer.read()
                 found = answer.headers
             return int(found["x-moongate-prompt-tokens"]), int(found["x-moongate-local-tokens"])
 
-        size, local = await turn()
-        assert local == 0
-        _, local = await turn({"role": "user", "content": "Go on."})
-        assert local == (size // 32 * 32 if announces and answers else 0)
+        async def held(number: int) -> tuple[int, int]:
+            """Tokens in whole blocks of a question, and those that count when its talk goes on at once."""
+            question = {"role": "user", "content": f"{number}: {QUESTION['content']}"}
+            size, local = await turn(question)
+            assert local == 0
+            _, local = await turn(question, GO_ON)
+            later = local
+            # Events that do not come within half a second do not come: the blocks are not there.
+            async with asyncio.timeout(30):
+                while later:
+                    await asyncio.sleep(0.6)
+                    _, later = await turn(question, GO_ON)
+            return size // 32 * 32, local
 
-        # Events that do not come within half a second do not come: the blocks are not there.
-        async with asyncio.timeout(30):
-            while local:
-                await asyncio.sleep(0.6)
-                _, local = await turn({"role": "user", "content": "Go on."})
+        # On a busy machine half a second may be over by then; not every time.
+        found = [await held(number) for number in range(3)]
+        if announces and answers:
+            assert any(local == whole for whole, local in found), found
+        assert all(local in (0, whole if announces and answers else 0) for whole, local in found), found
 
 
 async def test_a_turn_that_follows_at_once_hears_of_the_blocks_that_the_answer_filled(
