@@ -6,11 +6,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from workers.launch.tiny_model import make_tiny_model
 
-settings.register_profile("moongate", deadline=None, max_examples=50)
+settings.register_profile(
+    "moongate", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("moongate")
 
 # Needs the libraries of .venv-clients: `make clients`.

@@ -126,8 +126,12 @@ async def peers() -> AsyncIterator[Callable[[Handler], Awaitable[Peer]]]:
 
 
 @pytest.fixture
-async def front() -> AsyncIterator[Callable[..., Awaitable[Front]]]:
-    """Start a gateway: `await front(peer, peer, env={...})`; all peers are up on return."""
+async def front(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Awaitable[Front]]]:
+    """Start a gateway: `await front(peer, peer, env={...})`; all peers are up on return.
+
+    Turns wait for their prompts however long a busy machine takes to load a tokenizer.
+    """
+    monkeypatch.setattr("gateway.prompts.prompts._BUDGET_S", 60.0)
     async with AsyncExitStack() as stack:
 
         async def start(*workers: Peer, env: dict[str, str] | None = None, keep_alive_s: int = 5) -> Front:

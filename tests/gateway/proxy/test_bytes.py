@@ -71,7 +71,11 @@ PIECES = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=80,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     sent=st.lists(st.binary(min_size=1, max_size=3000), max_size=6),
     pieces=PIECES,
