@@ -15,9 +15,11 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import distributions
@@ -79,6 +81,7 @@ class Row:
     many: int = 0
     failed: int = 0
     failed_in_kill: int = 0
+    said: Counter[str] = field(default_factory=Counter[str])
 
 
 class Conversation:
@@ -139,14 +142,18 @@ class Bench:
                 self.processes.append(self._start_worker(self.specs[-1]))
             self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60))
             async with self.http:
-                for spec in self.specs:
-                    await asyncio.to_thread(await_ready, Target(spec.url, spec.port), _probe())
+                for spec, process in zip(self.specs, self.processes, strict=True):
+                    await asyncio.to_thread(await_ready, Target(spec.url, spec.port, process), _probe())
                 await self._measure_all(master)
         finally:
             await master.stop()
 
     async def _measure_all(self, master: MooncakeMaster) -> None:
         routers: list[Target] = []
+        names = [name for name, _ in self._wanted(master)]
+        for each in self.only:
+            if not any(name.startswith(each) for name in names):
+                raise RuntimeError(f"no router's name begins with {each!r}; there are {', '.join(names)}")
         for name, start in self._wanted(master):
             if not self.only or any(name.startswith(each) for each in self.only):
                 routers.append(start())
@@ -280,7 +287,7 @@ class Bench:
         self.processes[0] = self._start_worker(victim)
         _, failed = await sessions
         self.rows[router.name].failed_in_kill += failed
-        await asyncio.to_thread(await_ready, Target(victim.url, victim.port), _probe())
+        await asyncio.to_thread(await_ready, Target(victim.url, victim.port, self.processes[0]), _probe())
         # Routers that leave a dead worker out try it again after some seconds.
         await asyncio.sleep(1.0)
 
@@ -307,19 +314,28 @@ class Bench:
         return times, failed
 
     async def _turn(self, router: Target, session: str, body: bytes) -> float | None:
-        """Seconds to the first token; None when there was no whole answer."""
+        """Seconds to the first token; None when there was no whole answer: [DONE] alone says little, smg ends
+        with it what it broke off."""
         headers = {"content-type": "application/json", "x-session-id": session.replace(" ", "-")}
         url = f"http://127.0.0.1:{router.port}/v1/chat/completions"
-        began, first, last = time.perf_counter(), None, b""
+        began, first, whole = time.perf_counter(), None, False
+        last = before = b""
         try:
             async with self.http.post(url, data=body, headers=headers) as answer:
                 async for line in answer.content:
                     if first is None and b'"content":"' in line.replace(b" ", b"") and answer.status == 200:
                         first = time.perf_counter() - began
-                    last = line.strip() or last
-        except (aiohttp.ClientError, TimeoutError):
-            return None
-        return first if last == b"data: [DONE]" else None
+                    whole |= b'"finish_reason":"length"' in line.replace(b" ", b"")
+                    if text := line.strip():
+                        last, before = text, last
+                if whole and first is not None and last == b"data: [DONE]":
+                    return first
+                said = f"{answer.status} {(before if last == b'data: [DONE]' else last)[:200]!r}"
+        except (aiohttp.ClientError, TimeoutError) as error:
+            said = f"{type(error).__name__}: {error}"[:200]
+        begun = "begun" if first is not None else "not begun"
+        self.rows[router.name].said[f"{begun}, {said}"] += 1
+        return None
 
     # ------------------------------------------------------------------ the fleet
 
@@ -395,6 +411,7 @@ def main() -> None:
         help="seconds for 2,000 short sessions before memory is read (20)",
     )
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     size = QUICK if args.quick else FULL
     if args.many_s is not None:
         size = replace(size, many=FULL.many, many_s=args.many_s)
@@ -409,14 +426,22 @@ def main() -> None:
     print("versions:", ", ".join(f"{name} {version}" for name, version in sorted(versions.items())))
     with Targets(ROOT / ".moongate" / "logs" / "bench-peers") as targets:
         bench = Bench(targets, size, stock=args.stock, only=only)
-        asyncio.run(bench.run())
+        try:
+            asyncio.run(bench.run())
+        except RuntimeError as error:
+            sys.exit(str(error))
         found = report(bench.rows)
     raw = ROOT / ".moongate" / "bench" / "peers.json"
     raw.parent.mkdir(parents=True, exist_ok=True)
     raw.write_text(
-        json.dumps({name: {"ttft_ms": row.ttft_ms, **found[name]} for name, row in bench.rows.items()})
+        json.dumps(
+            {
+                name: {"ttft_ms": row.ttft_ms, "said": dict(row.said), **found[name]}
+                for name, row in bench.rows.items()
+            }
+        )
     )
-    print(f"every turn's time: {raw.relative_to(ROOT)}")
+    print(f"every turn's time, and what failed turns were told: {raw.relative_to(ROOT)}")
     print("RESULT " + json.dumps(found))
 
 

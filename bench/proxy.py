@@ -17,6 +17,7 @@ import asyncio
 import gc
 import itertools
 import json
+import signal
 import statistics
 import sys
 import time
@@ -109,6 +110,7 @@ def main() -> None:
         "--only", nargs="*", default=[], help="names of the routers to run, by their beginnings"
     )
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     make_model(MODEL)
     missing = install_peers()
     if missing:

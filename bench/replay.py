@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -175,6 +176,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer sessions, under 60 s")
     parser.add_argument("--engine", choices=("sim", "vllm"), default="sim", help="real vLLM takes minutes")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sessions, turns = (14, 6) if args.quick else (20, 10)
     logs = ROOT / ".moongate" / "bench-replay"
     logs.mkdir(parents=True, exist_ok=True)

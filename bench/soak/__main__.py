@@ -324,6 +324,7 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     wrong = asyncio.run(soak(args.seconds, args.agents, args.seed))
     for line in wrong:
         print(f"WRONG: {line}")

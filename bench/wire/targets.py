@@ -127,4 +127,6 @@ def await_ready(target: Target, body: bytes) -> None:
         finally:
             connection.close()
         time.sleep(0.1)
-    raise RuntimeError(f"{target.name} does not serve: {said}")
+    if target.process is not None and (code := target.process.poll()) is not None:
+        said = f"it ended with {code}"
+    raise RuntimeError(f"{target.name} does not serve: {said}; its log is below .moongate/logs")
