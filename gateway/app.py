@@ -46,6 +46,7 @@ from gateway.routing.router import Router
 from gateway.routing.watch import AnswerWatch, RefusalWatch, say_broken
 from gateway.seldom import Gathered
 from gateway.settings import Settings
+from gateway.upstream.authorities import AuthorityWatch
 from gateway.upstream.connections import Connections
 from policies.document import Document
 from policies.ledger import Ledger
@@ -54,7 +55,7 @@ from store.knowledge import Knowledge
 from store.pool import PoolView
 from store.streams import EventStreams, StreamStatus
 from workers.breaker import BreakerOptions
-from workers.connecting import trusting
+from workers.connecting import Authorities
 from workers.fleet import Fleet, roles
 from workers.probe import Probe
 from workers.worker import Worker
@@ -86,7 +87,9 @@ class Gateway:
         self._settings = settings
         self._ending = False
         mooncake, timeouts = settings.mooncake, settings.timeouts
-        tls = trusting(settings.workers.ca_file)
+        authorities = Authorities(settings.workers.ca_file)
+        self._authorities = AuthorityWatch(authorities)
+        tls = authorities.context
         self.fleet = Fleet(
             settings.workers.segments,
             breaker=BreakerOptions(
@@ -308,6 +311,8 @@ class Gateway:
         running.callback(self._broken_answers.close)
         await self.decision_file.start()
         running.push_async_callback(self.decision_file.close)
+        self._authorities.start()
+        running.push_async_callback(self._authorities.close)
         await self.transport.start()
         running.push_async_callback(self.transport.close)
         running.push_async_callback(self.prompts.close)

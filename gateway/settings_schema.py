@@ -77,7 +77,7 @@ class Workers(Section, frozen=True):
         str,
         Meta(
             description="PEM file with the authorities that https:// workers' certificates are verified by, "
-            "and no others; empty: those that this system trusts."
+            "and no others, read again when it changes; empty: those that this system trusts."
         ),
     ] = ""
     health_interval_s: Annotated[float, Meta(gt=0, description="Seconds between two probes of a worker.")] = (

@@ -3,7 +3,9 @@
 import os
 import socket
 import ssl
-from typing import cast
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Final, cast
 
 # As OpenSSL calls an answer that is none of TLS.
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
@@ -18,12 +20,50 @@ def trusting(ca_file: str = "") -> ssl.SSLContext:
 
     Raises BadAuthorities.
     """
-    try:
+    with _readable(ca_file):
         return ssl.create_default_context(cafile=ca_file or None)
+
+
+class Authorities:
+    """What https:// workers are verified by, and by whose file. `context` stays the same object."""
+
+    def __init__(self, file: str = "") -> None:
+        """Raises BadAuthorities."""
+        self.file: Final = file
+        self._stamp = _stamp(file)
+        self.context: Final = trusting(file)
+
+    def renew(self) -> bool:
+        """Verify also by what the file holds by now; False: it is as it was. Raises BadAuthorities.
+
+        What it held before is believed on: OpenSSL forgets no authority.
+        """
+        stamp = _stamp(self.file)
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        with _readable(self.file):
+            self.context.load_verify_locations(self.file)
+        return True
+
+
+@contextmanager
+def _readable(file: str) -> Generator[None]:
+    try:
+        yield
     except ssl.SSLError:
-        raise BadAuthorities(f"{ca_file}: holds no certificate in PEM form") from None
+        raise BadAuthorities(f"{file}: holds no certificate in PEM form") from None
     except OSError as error:
-        raise BadAuthorities(f"{ca_file}: {error.strerror or 'cannot be read'}") from None
+        raise BadAuthorities(f"{file}: {error.strerror or 'cannot be read'}") from None
+
+
+def _stamp(file: str) -> tuple[int, int, int] | None:
+    """Of its content, followed through links: another one where it is another. None: it is not there."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def in_url(host: str) -> str:

@@ -133,8 +133,11 @@ class Connections:
 
     async def _connected(self, origin: _Origin) -> Connection:
         """By the first of its addresses that takes it; each gets its share of the time. Raises OSError."""
+        with Deadline.after_looking(self._connect_s):
+            return await self._first_that_takes(origin, await self._addresses(origin))
+
+    async def _first_that_takes(self, origin: _Origin, addresses: list[str]) -> Connection:
         loop = asyncio.get_running_loop()
-        addresses = await self._addresses(origin)
         failed = OSError(errno.EHOSTUNREACH, "no address")
         for address in addresses:
             try:
@@ -164,7 +167,8 @@ class Connections:
         loop = asyncio.get_running_loop()
         if loop.time() >= origin.until:
             try:
-                with Deadline.after_looking(self._connect_s):
+                # So that a name server that says nothing leaves time for addresses that are known.
+                with Deadline.after_looking(self._connect_s / 2):
                     found = await loop.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
                 addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
                 origin.addresses = _first(origin.addresses[0], addresses) if origin.addresses else addresses

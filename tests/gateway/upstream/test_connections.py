@@ -235,6 +235,43 @@ async def test_a_worker_that_is_not_there_is_told_from_one_that_does_not_answer(
     assert raised.value.kind == "connect"
 
 
+async def test_a_name_server_that_says_nothing_leaves_time_to_connect_and_none_is_spent_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The name has an address, known from the first turn, at which nobody accepts."""
+    loop = asyncio.get_running_loop()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(0)
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(silent.getsockname())
+        port = silent.getsockname()[1]
+        lookups = 0
+
+        async def once(*_: object, **__: object) -> list[object]:
+            nonlocal lookups
+            lookups += 1
+            if lookups > 1:
+                await asyncio.Event().wait()
+            return [(0, 0, 0, "", ("127.0.0.1", port))]
+
+        async with opened(connect_s=0.6) as quick:
+            monkeypatch.setattr(loop, "getaddrinfo", once)
+            took: list[float] = []
+            for expected in (1, 2):
+                began = loop.time()
+                with pytest.raises(UpstreamError) as raised:
+                    await post(quick, f"http://worker.test:{port}")
+                assert (raised.value.kind, lookups) == ("connect_timeout", expected)
+                took.append(loop.time() - began)
+            # A busy machine makes both longer.
+            assert took[1] < 1.5 * took[0]
+        for filler in fillers:
+            filler.close()
+
+
 async def test_a_gateway_that_is_held_up_while_it_connects_blames_no_worker() -> None:
     loop = asyncio.get_running_loop()
 

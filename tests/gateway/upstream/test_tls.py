@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from gateway.upstream.authorities import AuthorityWatch
 from gateway.upstream.connections import Connections
 from gateway.upstream.http1 import UpstreamError
 from peer import ADMIN, Connection, Peer, Received
-from workers.connecting import BadAuthorities, trusting
+from workers.connecting import Authorities, BadAuthorities, trusting
 from workers.fleet import Fleet
 from workers.probe import Probe
 
@@ -23,7 +24,10 @@ from workers.probe import Probe
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with key.pem and cert.pem, of a worker at 127.0.0.1."""
-    where = tmp_path_factory.mktemp("tls")
+    return signed(tmp_path_factory.mktemp("tls"))
+
+
+def signed(where: Path) -> Path:
     ask = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=worker"
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"]
     subprocess.run([*ask.split(), *names], cwd=where, check=True, capture_output=True)
@@ -66,6 +70,38 @@ async def test_a_worker_whose_authority_is_named_gets_large_bodies_over_one_conn
             got += part
         assert got == b"x" * 1_000_000
     assert [r.header("host") for r in peer.received] == [[f"127.0.0.1:{peer.port}"]] * 2
+    await transport.close()
+    await peer.stop()
+
+
+async def test_authorities_that_are_renewed_on_disk_are_believed_without_a_restart(
+    certificate: Path, shown: ssl.SSLContext, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "ca.pem"
+    (tmp_path / "before").mkdir()
+    file.write_bytes((signed(tmp_path / "before") / "cert.pem").read_bytes())
+    authorities = Authorities(str(file))
+    assert not authorities.renew()
+    peer = await Peer(answering).start(tls=shown)
+    transport = Connections(tls=authorities.context, connect_s=20.0, between_chunks_s=20.0)
+    with pytest.raises(UpstreamError) as raised:
+        await transport.open("POST", peer.url, b"/v1/x", [], b"")
+    assert raised.value.kind == "tls"
+    watch = AuthorityWatch(authorities, every_s=0.01)
+    with caplog.at_level("INFO"):
+        watch.start()
+        for content, says in ((b"not yet", "holds no certificate"), (None, "has changed and is read")):
+            part = tmp_path / "part"
+            part.write_bytes(content or (certificate / "cert.pem").read_bytes())
+            part.replace(file)
+            async with asyncio.timeout(20.0):
+                while says not in caplog.text:
+                    await asyncio.sleep(0.01)
+    response = await transport.open("POST", peer.url, b"/v1/x", [], b"prompt")
+    assert await response.read() == b"prompt"
+    # Each change is said once.
+    assert len(caplog.records) == 2
+    await watch.close()
     await transport.close()
     await peer.stop()
 
