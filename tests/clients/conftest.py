@@ -34,7 +34,7 @@ def fleet_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         yield Fleet(url, [worker["url"] for worker in workers["workers"]])
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(20)
+        process.wait(60)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 
 def ask(url: str, body: object = None, headers: dict[str, str] | None = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers or {}), timeout=10) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers or {}), timeout=60) as answer:
         return json.loads(answer.read() or b"null")
 
 

@@ -110,7 +110,7 @@ class Announced:
         self.tokens.clear()
 
     async def hold(self, keys: set[int]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (keys <= self.tokens.keys() and keys <= self.pooled):
                 self.changed.clear()
                 await self.changed.wait()

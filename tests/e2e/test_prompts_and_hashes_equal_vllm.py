@@ -80,7 +80,7 @@ async def test_b061_the_chain_is_found_in_events_and_pool(fleet: RealFleet) -> N
     await streams.start()
     try:
         streams.subscribe(EventSource(worker.name, worker.events, worker.replay))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (set(chain.keys) <= set(seen.gpu) and set(chain.keys) <= set(seen.pool)):
                 seen.changed.clear()
                 await seen.changed.wait()

@@ -77,7 +77,7 @@ class Rig:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits on the sink; the state of a stream changes without one, so it is looked at now and then."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition():
                 self.sink.changed.clear()
                 try:

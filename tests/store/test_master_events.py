@@ -37,7 +37,7 @@ class Rig:
         return found.blocks
 
     async def until(self, condition: Callable[[], Awaitable[bool] | bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 met = condition()
                 if met if isinstance(met, bool) else await met:

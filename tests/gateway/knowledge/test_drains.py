@@ -82,7 +82,7 @@ DONE = replace(DRAIN, status="SUCCEEDED", moved=122, active=0)
 
 
 async def said(caplog: pytest.LogCaptureFixture, words: str) -> logging.LogRecord:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (found := [each for each in caplog.records if words in each.getMessage()]):
             await asyncio.sleep(0.001)
     (record,) = found
@@ -141,7 +141,7 @@ async def test_a_drain_that_nobody_waits_for_is_not_asked_about(end: str) -> Non
     }
     if (ending := ends[end]()) is not None:
         await cast(asyncio.Future[None], ending)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await asyncio.wait([watch])
     assert watch.cancelled()
 

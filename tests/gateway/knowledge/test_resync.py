@@ -95,7 +95,7 @@ async def probed(gate: Any, target: str, **results: int) -> None:
         f'moongate_index_probes_total{{result="{result}",worker="{target}"}} {count}.0'
         for result, count in results.items()
     }
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while {
             line
             for line in (await page(gate, "/metrics")).splitlines()

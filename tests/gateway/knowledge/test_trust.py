@@ -119,7 +119,7 @@ async def test_b014_what_an_answer_refuted_is_not_promised_again_before_it_is_an
     assert [(each["predicted"], each["excused"]) for each in audit["mismatches"]] == [(256, "")]
     assert await credit(gate) == 0
     await site.announced(stored(KEYS[:4], token_ids=TOKENS[: 32 * 4]), 4)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         # It announces again: for half a second what it has just computed counts, too.
         while await credit(gate) != 128:
             await asyncio.sleep(0.02)

@@ -102,7 +102,7 @@ async def test_b034_a_worker_that_accepts_and_never_answers_costs_a_bounded_time
     peers, front, fault, content: bytes
 ) -> None:
     stuck, well = await peers(fault), await peers(good)
-    gate = await front(stuck, well, env={"MOONGATE_WORKERS__HEALTH_TIMEOUT_S": "0.1"})
+    gate = await front(stuck, well, env={"MOONGATE_WORKERS__HEALTH_TIMEOUT_S": "0.5"})
     gate.gateway.fleet.cordon(f"127.0.0.1:{well.port}", True)
     turn = asyncio.create_task(post(gate, content))
     await gate.until(lambda: len(stuck.open) == 1)
@@ -137,7 +137,7 @@ async def test_one_missed_probe_costs_no_turn_where_nobody_else_is_left(peers, f
     gate = await front(
         busy,
         other,
-        env={"MOONGATE_WORKERS__HEALTH_TIMEOUT_S": "0.1", "MOONGATE_WORKERS__HEALTH_INTERVAL_S": "60"},
+        env={"MOONGATE_WORKERS__HEALTH_TIMEOUT_S": "1", "MOONGATE_WORKERS__HEALTH_INTERVAL_S": "60"},
     )
     worker = gate.gateway.fleet.get(f"127.0.0.1:{busy.port}")
     busy.silent = True
@@ -157,7 +157,7 @@ async def test_one_missed_probe_costs_no_turn_where_nobody_else_is_left(peers, f
 
 async def test_b034_a_stream_frozen_after_its_headers_goes_to_another_worker(peers, front) -> None:
     stuck, well = await peers(frozen_after_headers), await peers(good)
-    gate = await front(stuck, well, env={"MOONGATE_WORKERS__HEALTH_TIMEOUT_S": "0.1"})
+    gate = await front(stuck, well, env={"MOONGATE_WORKERS__HEALTH_TIMEOUT_S": "0.5"})
     gate.gateway.fleet.cordon(f"127.0.0.1:{well.port}", True)
     async with gate.client.post(gate.url + PATH, data=STREAMED) as answer:
         assert answer.status == 200
@@ -172,8 +172,8 @@ async def test_b034_streams_whose_headers_do_not_come_go_elsewhere_while_probes_
 ) -> None:
     stuck, well = await peers(frozen), await peers(good)
     env = {
-        "MOONGATE_TIMEOUTS__FAILOVER_S": "0.1",
-        "MOONGATE_TIMEOUTS__FIRST_BYTE_S": "0.5",
+        "MOONGATE_TIMEOUTS__FAILOVER_S": "0.5",
+        "MOONGATE_TIMEOUTS__FIRST_BYTE_S": "2",
         "MOONGATE_LIMITS__TRIES": "2",
     }
     gate = await front(stuck, well, env=env)
@@ -185,7 +185,7 @@ async def test_b034_streams_whose_headers_do_not_come_go_elsewhere_while_probes_
     started = asyncio.get_running_loop().time()
     status, content = await post(gate)
     assert (status, json.loads(content)["error"]["code"]) == (504, "upstream_timeout")
-    assert asyncio.get_running_loop().time() - started >= 0.45  # alone, it gets all of the client's patience
+    assert asyncio.get_running_loop().time() - started >= 1.9  # alone, it gets all of the client's patience
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -266,9 +266,8 @@ async def test_a_worker_that_fails_every_other_turn_rests_as_well_and_it_is_told
         if fleet.breaker_state(worker) == "open":
             break
     assert f"worker {worker.name} failed 3 of its last 5 turns (the last: 500)" in reasons
-    assert (
-        f"worker {worker.name} failed 6 of its last 11 turns (the last: 500): gets none for " in reasons[-1]
-    )
+    rests = f"worker {worker.name} failed 6 of its last 11 turns (the last: 500): gets none for "
+    assert any(why.startswith(rests) for why in reasons)
     rested = len(bad.received)
     for _ in range(20):
         assert await post(gate) == (200, GOOD)

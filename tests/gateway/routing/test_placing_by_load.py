@@ -286,7 +286,7 @@ async def test_b045_two_gateways_see_each_others_turns_and_no_longer_than_these_
 
     async def seen(condition: Callable[[float], bool]) -> None:
         """Until a decision there would go by as many turns of others as `condition` wants."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 second.gateway.router._roster._full_at = 0.0  # reports are taken over once a second
                 explain = f"{second.url}/admin/v1/explain"

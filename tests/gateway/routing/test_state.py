@@ -47,7 +47,7 @@ async def test_b077_a_worker_of_two_gateways_has_load_and_blocks_in_each_by_itse
         for gate in (one, other):
             await gate.until(lambda gate=gate: target in gate.gateway.knowledge.block_sizes)
         # A gateway has its own turns' blocks on trust for half a second; the other knows of none.
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (await chosen(one))[1]:
                 pass
         assert (await chosen(other))[1] == 0

@@ -111,5 +111,5 @@ class Running:
 @asynccontextmanager
 async def running(model: Path, pool: MemoryPool | None = None, **more: Any) -> AsyncIterator[Running]:
     spec = spec_of(model, PORTS, control_port=next(PORTS), **more)
-    async with served(spec, pool) as url, httpx.AsyncClient(base_url=url, timeout=10.0) as http:
+    async with served(spec, pool) as url, httpx.AsyncClient(base_url=url, timeout=60.0) as http:
         yield Running(spec, http)

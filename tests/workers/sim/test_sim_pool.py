@@ -130,7 +130,7 @@ async def test_b065_a_restarted_master_is_used_again(master: MooncakeMaster) -> 
     master.kill()
     assert pool.exists(digests(1)) == [False]
     await master.start()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while pool.put(digests(1)) != [True]:
             await asyncio.sleep(0.1)
     assert pool.get(digests(1)) == [True]
