@@ -3,19 +3,23 @@
 The one book of leases. The gateway keeps it in real time, and the replay in virtual time.
 """
 
-from collections.abc import KeysView, Sequence
+from collections.abc import Iterable, KeysView, Sequence
 from functools import partial
 from typing import Final
 
-from policies.cost import STEP_TOKENS
+from policies.cost import RECENT_WEIGHT, STEP_TOKENS
 from policies.drain import UnderWay
 from policies.page import Lasting, Lease, Line, Load, Others, Page
 from policies.rates import Learner, Work, work_of
+from policies.recent import summed
 from policies.sessions import NOWHERE, Stay
 from policies.types import BELIEVED, Candidate, Rates, Turn
 
 # What one report counts in what others hold: its turns may have ended since it was made.
 _REPORT_SHARE: Final = 0.5
+# A target that was not there is taken to have done so many turns less than others: by RECENT_WEIGHT, to go
+# there is worth the work of one turn.
+_BEHIND: Final = 1 / RECENT_WEIGHT
 _NOTHING = Load()
 _NO_OTHERS = Others()
 
@@ -103,14 +107,8 @@ class Ledger:
         streams: whether its answer comes token by token. guess: the size of a prompt that is not known.
         keys: its chain's; a reference is kept until the first token. stay: its session's, ends with it.
         """
-        page = self._pages.get(chosen.target)
-        if page is None:
-            alike = self._alike.setdefault(group, Learner(self._prior))
-            lasting = self._lasting.setdefault(group, Lasting())
-            page = self._pages[chosen.target] = Page(
-                self.total, alike, lasting, self._learns, partial(self._touched.add, chosen.target)
-            )
-            alike.share(sum(each.alike is alike for each in self._pages.values()))
+        page = self._pages.get(chosen.target) or self._page(chosen.target, group)
+        page.weight = chosen.weight
         known = turn.prompt_tokens > 0
         work = work_of(turn, chosen, STEP_TOKENS) if known else Work(tokens=guess, turns=1.0)
         # Nothing is learned of a guess, of a head that is only coming, nor behind what others sent. What
@@ -127,6 +125,41 @@ class Ledger:
         lease = Lease(page, work, keys, turn.prompt_tokens or guess, streams, clean, stay)
         page.sent(lease, now)
         return lease
+
+    def _page(self, target: str, group: str) -> Page:
+        """A new one."""
+        alike = self._alike.setdefault(group, Learner(self._prior))
+        lasting = self._lasting.setdefault(group, Lasting())
+        page = self._pages[target] = Page(
+            self.total, alike, lasting, self._learns, partial(self._touched.add, target)
+        )
+        alike.share(len(self._group(alike)))
+        return page
+
+    def _group(self, alike: Learner) -> list[Page]:
+        return [each for each in self._pages.values() if each.alike is alike]
+
+    def back(self, target: str, now: float, *, groups: Iterable[str] = ("",), weight: float = 1.0) -> None:
+        """It takes turns from now on: for the first time, or again after a while without any.
+
+        It is taken to have done lately what those of its group did in the mean, by `weight`, but for
+        _BEHIND turns: that it was not there says nothing of how much will come. Were it nothing, all would
+        come at once: with short turns half of them went to one of four, and waited there four times as long
+        as elsewhere. Were it as much as others did, nobody would begin there or move there for a minute.
+
+        groups: those that its turns may be of; the first of which anything is known counts.
+        """
+        group = next((each for each in groups if each in self._alike), None)
+        if group is None:
+            return
+        page = self._pages.get(target) or self._page(target, group)
+        page.weight = weight
+        others = [each for each in self._group(page.alike) if each is not page]
+        if others:
+            did = summed([each.recent.now(now) for each in others])
+            usual = did.times(weight / sum(each.weight for each in others))
+            page.recent.at_least(usual.times(max(0.0, 1.0 - _BEHIND / max(usual.turns, 1.0))), now)
+            self._touched.add(target)
 
     def reported(self, target: str, used_tokens: int, requests: float) -> None:
         """The worker says that so many requests are under way, and use so much of its cache."""

@@ -178,6 +178,7 @@ class Page:
         "total",
         "touched",
         "turn_s",
+        "weight",
     )
 
     def __init__(
@@ -197,6 +198,8 @@ class Page:
         self.lasting = lasting
         self.touched = touched
         self.learns = learns
+        # Its share of the load, compared with others'.
+        self.weight = 1.0
         self.inflight = 0
         # The most turns at once since the worker's report was last taken over.
         self.peak = 0

@@ -1,6 +1,7 @@
 """What a target was given to do lately. It fades: by half in HALF_LIFE_S."""
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -10,8 +11,9 @@ from policies.types import Rates
 
 
 class Booked(msgspec.Struct, frozen=True, gc=False):
-    """The work of a turn. tokens: to compute; pulled: to pull; both also in seconds, as they were expected to
-    take when it was sent: by rates of today one hiccup would make all that was done before it seem slow.
+    """The work of so many turns. tokens: to compute; pulled: to pull; both also in seconds, as they were
+    expected to take when they were sent: by rates of today one hiccup would make all that was done before it
+    seem slow.
 
     pull_s: were all of it at other targets. What a target finds in its own segment it reads in next to no
     time, but counted as such links seemed idle: over 5 GB/s mean TTFT was 0.77 s instead of 0.66 s.
@@ -21,6 +23,10 @@ class Booked(msgspec.Struct, frozen=True, gc=False):
     pulled: float = 0.0
     seconds: float = 0.0
     pull_s: float = 0.0
+    turns: float = 0.0
+
+    def times(self, share: float) -> "Booked":
+        return Booked(*(share * each for each in msgspec.structs.astuple(self)))
 
     @classmethod
     def of(cls, work: Work, rates: Rates) -> "Booked":
@@ -29,16 +35,21 @@ class Booked(msgspec.Struct, frozen=True, gc=False):
             work.pulled,
             work.tokens * rates.prefill_s + work.context * rates.growth_s,
             work.pulled * rates.remote_s,
+            1.0,
         )
+
+
+def summed(all_booked: Sequence[Booked]) -> Booked:
+    return Booked(*map(sum, zip(*map(msgspec.structs.astuple, all_booked), strict=True)))
 
 
 class Recent:
     """The sum of what was booked, as of `at`."""
 
-    __slots__ = ("at", "pull_s", "pulled", "seconds", "tokens")
+    __slots__ = ("at", "pull_s", "pulled", "seconds", "tokens", "turns")
 
     def __init__(self) -> None:
-        self.tokens = self.pulled = self.seconds = self.pull_s = 0.0
+        self.tokens = self.pulled = self.seconds = self.pull_s = self.turns = 0.0
         self.at = 0.0
 
     def add(self, booked: Booked, now: float) -> None:
@@ -47,6 +58,17 @@ class Recent:
         self.pulled = self.pulled * left + booked.pulled
         self.seconds = self.seconds * left + booked.seconds
         self.pull_s = self.pull_s * left + booked.pull_s
+        self.turns = self.turns * left + booked.turns
+        self.at = now
+
+    def at_least(self, booked: Booked, now: float) -> None:
+        """Whatever it is less is taken to be as much."""
+        mine = self.now(now)
+        self.tokens = max(mine.tokens, booked.tokens)
+        self.pulled = max(mine.pulled, booked.pulled)
+        self.seconds = max(mine.seconds, booked.seconds)
+        self.pull_s = max(mine.pull_s, booked.pull_s)
+        self.turns = max(mine.turns, booked.turns)
         self.at = now
 
     def take_back(self, booked: Booked, share: float, then: float) -> None:
@@ -59,8 +81,11 @@ class Recent:
         self.pulled = max(0.0, self.pulled - booked.pulled * share)
         self.seconds = max(0.0, self.seconds - booked.seconds * share)
         self.pull_s = max(0.0, self.pull_s - booked.pull_s * share)
+        self.turns = max(0.0, self.turns - booked.turns * share)
 
     def now(self, now: float) -> Booked:
         """What is left of it."""
         left = math.exp2((self.at - now) / HALF_LIFE_S)
-        return Booked(self.tokens * left, self.pulled * left, self.seconds * left, self.pull_s * left)
+        return Booked(
+            self.tokens * left, self.pulled * left, self.seconds * left, self.pull_s * left, self.turns * left
+        )

@@ -254,6 +254,7 @@ class PolicyChooser:
 
     def back(self, instance: int, now: float) -> None:
         self._down.discard(instance)
+        self._ledger.back(self._names[instance], now)
         if self._board is not None:
             self._board.exclude(instance, False)
 

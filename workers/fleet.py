@@ -35,12 +35,13 @@ class BadWorker(ValueError):
     """The URL or the name cannot be a worker's."""
 
 
-FleetEvent = Literal["added", "up", "restarted", "lost", "silent", "removed"]
+FleetEvent = Literal["added", "up", "restarted", "back", "lost", "silent", "removed"]
 """What can happen to a worker.
 
 added, removed: it is registered, or no longer.
 up: probed and ready; again when its endpoints or models changed.
 restarted: the same address, a new process: whatever was known of its cache is void.
+back: it may get turns, and got none for a while: it came up, was uncordoned, or no longer fails turns.
 silent: a second probe in a row failed: what it has not begun to answer it may never answer.
 lost: it was up and is down, or was removed: its cache can't be reached.
 """
@@ -217,6 +218,7 @@ class Fleet:
 
     def _is_back(self, worker: Worker) -> None:
         worker.since = self._last_back = self._clock()
+        self._tell("back", worker)
 
     def sent(self, worker: Worker) -> None:
         """A turn goes there."""
@@ -293,9 +295,9 @@ class Fleet:
         worker.report, worker.models, worker.kv_endpoints = report, models, kv_endpoints
         if changed:
             self._registered()
-        if worker.state != "up":
+        came = worker.state != "up"
+        if came:
             logger.info("worker %s is up", worker.name)
-            self._is_back(worker)
         if worker.misses:
             self.version += 1
         worker.state, worker.reason, worker.misses, worker.missed = "up", "", 0, False
@@ -304,6 +306,8 @@ class Fleet:
             self._tell("restarted", worker)
         if changed:
             self._tell("up", worker)
+        if came:
+            self._is_back(worker)
 
     def mark_down(self, worker: Worker, reason: str, *, sure: bool = True, lasting: bool = False) -> None:
         """A failed probe or a refused connection.

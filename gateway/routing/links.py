@@ -1,5 +1,6 @@
 """What a change in the fleet means for other rooms: event streams to follow, blocks to forget."""
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,6 +64,8 @@ class Links:
             self._up(worker)
         elif event == "restarted":
             self._restarted(worker)
+        elif event == "back":
+            self._back(worker)
         elif event == "lost":
             self._lost(worker)
         elif event == "removed":
@@ -103,6 +106,13 @@ class Links:
             self.streams.restarted(target.name)
             self.ledger.forget(target.name)
             self.sessions.forget(target.name)
+        self._back(worker)
+
+    def _back(self, worker: Worker) -> None:
+        # A turn that names no model belongs to none.
+        groups = [*(card.id for card in worker.models), ""]
+        for target in worker.targets:
+            self.ledger.back(target.name, time.monotonic(), groups=groups, weight=worker.weight)
 
     def _lost(self, worker: Worker) -> None:
         self.prompts.parity.forget(worker.name)

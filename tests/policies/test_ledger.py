@@ -297,3 +297,48 @@ def test_what_was_not_done_of_a_turn_is_no_recent_work(refused: bool) -> None:
     lease.first_token(3.1)
     lease.ended(3.1)
     assert ledger.load("a", 3.1).recent_tokens > 1200
+
+
+def did(ledger: Ledger, target: str, turns: int, at: float, *, group: str = "m", weight: float = 1.0) -> None:
+    """So many turns of 1,000 tokens, a second of work each."""
+    for _ in range(turns):
+        lease = ledger.sent(turn(1000), Candidate(target, rates=RATES, weight=weight), at, group=group)
+        lease.first_token(at)
+        lease.ended(at)
+
+
+@given(turns=st.lists(st.integers(1, 60), min_size=1, max_size=5), own=st.integers(0, 80))
+def test_who_is_back_is_taken_to_have_done_ten_turns_less_than_others(turns: list[int], own: int) -> None:
+    """Not nothing: it would seem idle for minutes, and all would come at once."""
+    ledger = Ledger(RATES, learns=False)
+    for number, count in enumerate(turns):
+        did(ledger, f"w{number}", count, 0.0)
+    did(ledger, "back", own, 0.0)
+    did(ledger, "of another model", 500, 0.0, group="another")
+    ledger.touched()
+    ledger.back("back", 60.0, groups=("unheard of", "m", "another"))
+    # A turn of a minute ago counts half.
+    as_if_done = max(own / 2, sum(turns) / len(turns) / 2 - 10)
+    load = ledger.load("back", 60.0)
+    assert load.recent_s == pytest.approx(as_if_done)
+    assert load.recent_tokens == pytest.approx(1000 * as_if_done)
+    assert (load.inflight, load.queued_turns, ledger.samples("back")) == (0, 0, 0)
+    assert ledger.touched() == {"back"}
+    # It fades as what was done does.
+    assert ledger.load("back", 120.0).recent_s == pytest.approx(as_if_done / 2)
+
+
+def test_who_is_back_with_a_tenth_of_the_weight_is_taken_to_have_done_a_tenth() -> None:
+    ledger = Ledger(RATES, learns=False)
+    did(ledger, "one", 200, 0.0)
+    did(ledger, "two", 400, 0.0, weight=2.0)
+    ledger.back("back", 0.0, groups=("m",), weight=0.1)
+    assert ledger.load("back", 0.0).recent_s == pytest.approx(20 - 10)
+
+
+def test_where_nobody_did_anything_who_comes_is_idle() -> None:
+    ledger = Ledger(RATES)
+    ledger.back("first", 0.0, groups=("m",))
+    did(ledger, "first", 1, 0.0)
+    ledger.back("second", 0.0, groups=("m",))
+    assert ledger.load("second", 0.0).recent_s == 0.0

@@ -1,6 +1,7 @@
 """Who chooses: what a policy is shown of one that was dead, and where one that knows all sends turns."""
 
 from collections.abc import Sequence
+from statistics import mean
 
 from nobody import Nobody
 
@@ -36,10 +37,57 @@ def test_an_instance_that_is_back_is_known_for_nothing_that_it_did_before_it_die
     last = max(n for n, seen in enumerate(shown) if seen[dead].excluded)
     before, back = shown[0][dead], shown[last + 1][dead]
     assert max(seen[dead].recent_tokens for seen in shown[:last]) > 2_000
-    assert (back.recent_tokens, back.inflight, back.queued_tokens, back.local_tokens) == (0.0, 0, 0, 0)
-    assert back.turn_s == before.turn_s == 0.0
+    assert (back.inflight, back.queued_tokens, back.local_tokens) == (0, 0, 0)
     others = [each for target, each in shown[last + 1].items() if target != dead]
     assert all(each.recent_tokens > 0 and each.turn_s > 0 for each in others)
+    # It was not there to do as much as others, so that it is the first to be taken; but they did little more.
+    assert 0 < back.recent_tokens < 0.1 * min(each.recent_tokens for each in others)
+    # Turns are taken to last there as long as elsewhere.
+    assert before.turn_s == 0.0 < back.turn_s
+
+
+# As in bench/peers.py: a prompt token is computed in 50 us, and half of the sessions' contexts fit into HBM.
+PEERS = profiles.load(
+    "llama-3.1-8b-h100",
+    {
+        "block_size": 32,
+        "block_bytes": 4_194_304,
+        "hbm_tokens": 15_968,
+        "max_model_len": 15_968,
+        "prefill_tok_s": 20_480,
+        "step_s": 0.007,
+        "decode_seq_s": 0.0007,
+        "network_bytes_s": 4e10,
+        "host_bytes_s": 4e10,
+        "overhead_s": 0.0,
+    },
+)
+
+
+def test_short_turns_do_not_all_go_to_an_instance_that_is_back() -> None:
+    """It did nothing lately, but nobody waits there longer than elsewhere for that."""
+    size = PEERS.blocks_of_tokens
+    there, elsewhere = list[float](), list[float]()
+    steps = [(2410, 16), *[(510, 16)] * 7]
+    sessions = [growing(f"s{n}", n, 1600, steps, [1.2] * 8, size) for n in range(72)]
+    for seed in range(2):
+        run = Run(
+            Trace(size, sessions),
+            Fleet(PEERS, 4, "owner"),
+            Load(24, ramp_s=0.15),
+            registry.make("expected_ttft"),
+            seed,
+            [0.0] * 72,
+            None,
+            [Failure(18.0, 1.0)],
+        )
+        jobs = run.run().jobs
+        (dead,) = set(range(4)) - {job.instance for job in jobs if 18.1 < job.arrived < 19.0}
+        for job in jobs:
+            if 19.0 <= job.arrived < 23.0:
+                (there if job.instance == dead else elsewhere).append(job.started - job.arrived)
+    assert 0.15 < len(there) / len(there + elsewhere) < 0.45
+    assert mean(there) < 1.5 * mean(elsewhere)
 
 
 class Rig:

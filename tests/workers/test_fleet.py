@@ -20,6 +20,12 @@ class Told:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, str]] = []
+        self._looked_at = 0
+
+    def since(self) -> list[str]:
+        """Kinds of events since this was asked last."""
+        begin, self._looked_at = self._looked_at, len(self.events)
+        return [kind for kind, _ in self.events[begin:]]
 
     def follow(self, event: FleetEvent, worker: Worker) -> None:
         self.events.append((event, worker.name))
@@ -40,15 +46,35 @@ def test_listeners_hear_of_changes_once_and_of_restarts_before_the_new_life_coun
     worker = fleet.add("http://127.0.0.1:8101")
     fleet.mark_up(worker, report(), CARDS, ())
     fleet.mark_up(worker, report(), CARDS, ())
-    assert told.events == [("added", "127.0.0.1:8101"), ("up", "127.0.0.1:8101")]
-    told.events = told.events[1:]
+    assert told.since() == ["added", "up", "back"]
     fleet.mark_up(worker, report(started=200.0), CARDS, ())
-    assert told.events[1:] == [("restarted", "127.0.0.1:8101")]
+    assert told.since() == ["restarted"]
     fleet.mark_down(worker, "refused")
     fleet.mark_down(worker, "refused")
-    assert told.events[2:] == [("lost", "127.0.0.1:8101"), ("silent", "127.0.0.1:8101")]
+    assert told.since() == ["lost", "silent"]
     fleet.mark_up(worker, report(started=300.0), CARDS, ())
-    assert told.events[4:] == [("restarted", "127.0.0.1:8101"), ("up", "127.0.0.1:8101")]
+    assert told.since() == ["restarted", "up", "back"]
+    assert {name for _, name in told.events} == {"127.0.0.1:8101"}
+
+
+def test_listeners_hear_of_who_may_get_turns_again_without_having_been_down() -> None:
+    now = 0.0
+    fleet, told = Fleet(clock=lambda: now), Told()
+    fleet.listen(told.follow)
+    worker = fleet.add("http://127.0.0.1:8101")
+    fleet.mark_up(worker, report(), CARDS, ())
+    told.since()
+    fleet.cordon(worker.name, True)
+    fleet.cordon(worker.name, False)
+    fleet.cordon(worker.name, False)
+    assert told.since() == ["back"]
+    while worker.breaker.closed:
+        fleet.failed(worker, "a 500")
+    now += 3600.0
+    fleet.sent(worker)
+    fleet.answered(worker)
+    fleet.answered(worker)
+    assert told.since() == ["back"]
 
 
 def test_a_worker_that_never_came_up_is_starting_not_down() -> None:
@@ -269,7 +295,7 @@ async def test_what_a_busy_worker_does_not_say_once_is_as_it_was(serve) -> None:
     pages["/kv_event_sources"] = pages["/metrics"] = (404, "")
     await probe.probe(worker)
     assert ([t.name for t in worker.targets], worker.report) == ([worker.name], EngineReport())
-    assert [kind for kind, _ in told.events] == ["added", "up", "up"]
+    assert [kind for kind, _ in told.events] == ["added", "up", "back", "up"]
     await probe.close()
 
 
@@ -291,7 +317,7 @@ async def test_a_watched_worker_goes_down_and_comes_back(serve) -> None:
         assert worker.state == state
     fleet.remove(worker.name)
     await probe.close()
-    assert [kind for kind, _ in told.events] == ["added", "up", "lost", "up", "lost", "removed"]
+    assert [kind for kind, _ in told.events] == ["added", *("up", "back", "lost") * 2, "removed"]
 
 
 def test_a_worker_has_the_segment_it_was_given_or_those_of_a_host_that_it_has_to_itself() -> None:

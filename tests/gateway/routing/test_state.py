@@ -1,6 +1,7 @@
 """What routing remembers: from one turn to the next, and of one gateway alone."""
 
 import asyncio
+import time
 from pathlib import Path
 
 from announcing import announce_from
@@ -59,3 +60,26 @@ async def test_b077_a_worker_of_two_gateways_has_load_and_blocks_in_each_by_itse
         for turn in turns:
             turn.cancel()
         await one.idle()
+
+
+async def test_a_worker_that_may_get_turns_again_is_taken_to_have_been_about_as_busy(peers, front) -> None:
+    """It would get all turns until it had caught up with what others did meanwhile."""
+    gate = await front(*[await peers(say_ok) for _ in range(3)], env=DEBUG)
+    fleet, ledger = gate.gateway.fleet, gate.gateway.ledger
+    away, removed, busy = (worker.name for worker in fleet.workers())
+    for name in (away, removed):
+        fleet.cordon(name, True)
+    for _ in range(40):
+        await chosen(gate)
+
+    def recent(name: str) -> float:
+        return ledger.load(name, time.monotonic()).recent_tokens
+
+    assert recent(away) == recent(removed) == 0.0
+    fleet.cordon(away, False)
+    assert 0.6 * recent(busy) < recent(away) < recent(busy)
+    url = fleet.get(removed).url
+    fleet.remove(removed)
+    fleet.add(url)
+    await gate.until(lambda: fleet.get(removed).state == "up")
+    assert 0.5 * recent(busy) < recent(removed) < recent(busy)
