@@ -196,4 +196,4 @@ def test_a_second_missed_probe_says_that_the_worker_is_silent_once() -> None:
         fleet.mark_up(worker, worker.report, (), ())
         for _ in range(4):
             fleet.mark_down(worker, "/health timed out")
-    assert told == ["up", "lost", "silent"] * 2
+    assert told == ["up", "back", "lost", "silent"] * 2
