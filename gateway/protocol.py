@@ -1,6 +1,7 @@
 """uvicorn's HTTP protocol, with what it leaves open towards clients that are slow, odd or gone."""
 
 import asyncio
+import math
 from collections import deque
 from functools import partial
 from typing import Any, cast
@@ -22,9 +23,27 @@ from gateway.settings import Settings
 _HEAD_BYTES = 1 << 16
 # Requests read ahead of the answer that is under way; each costs some KB.
 _PIPELINED = 1024
+# A connection that has been idle for so long is closed for a new one where there is no room; one that is idle
+# for less may have its next request under way.
+_SETTLED_S = 1.0
+# Nobody should be told that the gateway is gone while it is full, nor be kept from looking why.
+_SPARED = ("/health", "/ready", "/metrics", "/admin/")
 # What a request says of another protocol that it would rather go on in.
 _UPGRADING = frozenset((b"connection", b"upgrade", b"http2-settings"))
 _BY_HTTP = {"upgrade": "HTTP/1.1", "connection": "upgrade"}
+
+
+class Room:
+    """For clients' connections, so that descriptors are left for those to workers.
+
+    most: how many there may be, 0: no limit. refused: how many found none since somebody looked.
+    """
+
+    __slots__ = ("most", "refused")
+
+    def __init__(self, most: int = 0) -> None:
+        self.most = most
+        self.refused = 0
 
 
 class Protocol(asyncio.Protocol):
@@ -38,6 +57,8 @@ class Protocol(asyncio.Protocol):
     * A client's leaving is noticed whatever it sent before: reading goes on behind a request that waits. What
       is read ahead has a limit (`ahead_bytes`, 0: none): a client that sends more behind a request that is
       being answered is cut off.
+    * Where there is no room for a connection, the one that is idle longest goes; where all are busy, the new
+      one's request is refused.
     * Offers of another protocol are passed over, as RFC 9110 7.8 allows: Java's client and `curl --http2`
       offer HTTP/2 and go on in HTTP/1.1. The parser would take their bodies for that protocol's bytes.
     """
@@ -51,6 +72,7 @@ class Protocol(asyncio.Protocol):
         *,
         head_s: float,
         ahead_bytes: int,
+        room: Room,
     ) -> None:
         """As uvicorn's server makes it, which also calls `shutdown`."""
         self._app: ASGIApp = cast(ASGIApp, config.loaded_app)
@@ -59,6 +81,9 @@ class Protocol(asyncio.Protocol):
         self._loop = _loop or asyncio.get_running_loop()
         self._head_s = head_s
         self._ahead_bytes = ahead_bytes
+        self._room = room
+        self._has_room = True
+        self._refused = False
         self._idle_s = config.timeout_keep_alive
         self._transport: asyncio.Transport
         self._flow: FlowControl
@@ -83,6 +108,7 @@ class Protocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._flow = FlowControl(self._transport)
+        self._has_room = self._make_room()
         self._server.connections.add(self)  # type: ignore[arg-type]
         server, client = get_local_addr(self._transport), get_remote_addr(self._transport)
         self._addresses = {"server": server, "client": client}
@@ -113,6 +139,27 @@ class Protocol(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._flow.resume_writing()
 
+    def _make_room(self) -> bool:
+        clients = cast("set[Protocol]", self._server.connections)
+        if not self._room.most or len(clients) < self._room.most:
+            return True
+        before = self._loop.time() - _SETTLED_S
+        idle = min(clients, key=Protocol.idle_since)
+        if idle.idle_since() > before:
+            return False
+        idle.shutdown()
+        return True
+
+    def _has_now(self) -> bool:
+        self._has_room = len(self._server.connections) <= self._room.most
+        return self._has_room
+
+    def idle_since(self) -> float:
+        """Loop time; inf while something is under way, or when it is to be closed."""
+        if self._idle_since is None or self._transport.is_closing():
+            return math.inf
+        return self._idle_since
+
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
         try:
@@ -127,6 +174,9 @@ class Protocol(asyncio.Protocol):
             return
         if self._waiting and self._is_too_far_ahead():
             self._refuse(errors.InvalidRequest("too much was sent ahead of an answer"))
+            return
+        if self._refused:
+            self._refuse(errors.Overloaded("the gateway has no room for more connections", retry_after_s=1))
             return
         if not self._in_head:
             if self._head_timer is not None:
@@ -162,6 +212,10 @@ class Protocol(asyncio.Protocol):
             return
         url = httptools.parse_url(self._url)
         path: str = url.path.decode("ascii")
+        if not (self._has_room or self._has_now() or path.startswith(_SPARED)):
+            self._room.refused += 1
+            self._refused = True
+            return
         version: str = parser.get_http_version()
         scope: dict[str, Any] = {
             "type": "http",
@@ -306,10 +360,11 @@ class Protocol(asyncio.Protocol):
             self._answered.gone()
 
 
-def speaking(settings: Settings) -> type[asyncio.Protocol]:
+def speaking(settings: Settings, room: Room) -> type[asyncio.Protocol]:
     """The protocol with its limits, as uvicorn's configuration takes it."""
-    limits = {"head_s": settings.timeouts.head_s, "ahead_bytes": settings.limits.max_body_bytes}
-    return cast(type[asyncio.Protocol], partial(Protocol, **limits))
+    head_s, ahead_bytes = settings.timeouts.head_s, settings.limits.max_body_bytes
+    made = partial(Protocol, head_s=head_s, ahead_bytes=ahead_bytes, room=room)
+    return cast(type[asyncio.Protocol], made)
 
 
 def _parser(protocol: Protocol) -> httptools.HttpRequestParser:

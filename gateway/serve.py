@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from gateway.auth import is_loopback
-from gateway.protocol import speaking
+from gateway.protocol import Room, speaking
 from gateway.seldom import Seldom
 from gateway.settings import Settings
 from workers.connecting import in_url
@@ -110,21 +110,39 @@ def warn_if_open(sock: socket.socket, keys_file: str) -> None:
         )
 
 
+def room_for_clients(descriptors: int) -> int:
+    """Of so many that are allowed: connections that leave as many for those to workers. 0: no limit."""
+    if descriptors == resource.RLIM_INFINITY:
+        return 0
+    return max(descriptors // 4, (descriptors - _OWN_DESCRIPTORS) // 2)
+
+
 class _Descriptors:
     """Looks whether there are any left: else the event loop ends each new connection, and says nothing."""
 
-    def __init__(self, on_none: Callable[[], None]) -> None:
+    def __init__(self, room: Room, on_none: Callable[[], None]) -> None:
+        self._room = room
         self._on_none = on_none
         self._seldom = Seldom()
 
     def look(self, sock: socket.socket) -> None:
+        refused, self._room.refused = self._room.refused, 0
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         try:
             os.close(os.dup(sock.fileno()))
         except OSError:
             self._on_none()
             if self._seldom.due("none left"):
-                limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
                 logger.warning("all of the %d open files allowed are in use: clients are turned away", limit)
+            return
+        if refused:
+            self._on_none()
+            if self._seldom.due("no room"):
+                logger.warning(
+                    "%d open files allowed leave room for %d clients' connections, which are all busy: "
+                    "others are turned away",
+                    *(limit, self._room.most),
+                )
 
 
 class _Server(uvicorn.Server):
@@ -214,12 +232,13 @@ def run(
 ) -> None:
     """Serve on `sockets` until SIGINT or SIGTERM; `on_end` is called at the first of them, at once.
 
-    on_full: is called each second in which no client could connect, for want of descriptors.
+    on_full: is called each second in which a client was turned away for want of descriptors.
     """
+    room = Room()
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http=speaking(settings),
+        http=speaking(settings, room),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -237,9 +256,10 @@ def run(
             flush=True,
         )
     warn_if_open(sockets[0], settings.auth.api_keys_file)
-    claim_descriptors(settings.limits.requests)
+    room.most = room_for_clients(claim_descriptors(settings.limits.requests))
     timeouts = settings.timeouts
-    server = _Server(config, on_end, timeouts.drain_delay_s, timeouts.drain_s, _Descriptors(on_full))
+    descriptors = _Descriptors(room, on_full)
+    server = _Server(config, on_end, timeouts.drain_delay_s, timeouts.drain_s, descriptors)
 
     def end(*_: object) -> None:
         server.should_exit = True

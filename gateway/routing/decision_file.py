@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from gateway.routing.decisions import DecisionRecord
+from gateway.seldom import Seldom
 from gateway.upstream.headers import CREDENTIALS
 from policies.compare import Placed
 from policies.recorded import recorded
@@ -40,7 +41,7 @@ class DecisionFile:
         self._waiting: list[DecisionRecord] = []
         self._some = asyncio.Event()
         self._ending = asyncio.Event()
-        self._failing = False
+        self._seldom = Seldom()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -82,9 +83,9 @@ class DecisionFile:
             except Exception:
                 logger.exception("decisions could not be written to %s", path)
                 written, error = 0, None
-            if error is not None and not self._failing:
+            # On a full disk some still find room: each time anew it would be news.
+            if error is not None and self._seldom.due(error.errno):
                 logger.warning("decisions can't be written to %s: %s", path, error.strerror)
-            self._failing = error is not None
             if written < len(batch):
                 self._dropped(len(batch) - written)
 

@@ -22,6 +22,8 @@ _IDLE = 1024
 _ADDRESSES_S = 30.0
 # Connecting failed for want of something on this side: no worker is to blame.
 _OUR_OWN = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
+# Between two looks for some.
+_NONE_LEFT_S = 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +120,18 @@ class Connections:
         return origin
 
     async def _connect(self, origin: _Origin) -> Connection:
+        """Raises UpstreamError. Waits for descriptors as for a worker: refused clients give theirs back."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._connect_s
+        while True:
+            try:
+                return await self._once_connected(origin)
+            except UpstreamError as error:
+                if error.kind != "descriptors" or loop.time() >= until:
+                    raise
+            await asyncio.sleep(_NONE_LEFT_S)
+
+    async def _once_connected(self, origin: _Origin) -> Connection:
         """Raises UpstreamError."""
         try:
             return await self._connected(origin)

@@ -12,7 +12,7 @@ import uvicorn
 import uvloop
 
 from gateway.app import Gateway
-from gateway.protocol import speaking
+from gateway.protocol import Room, speaking
 from gateway.settings import Settings, load
 from peer import Handler, Peer
 from tests.clock import LeapingLoop
@@ -88,7 +88,7 @@ async def serving(settings: Settings, keep_alive_s: int = 5) -> AsyncIterator[Fr
             gateway,
             host="127.0.0.1",
             port=0,
-            http=speaking(settings),
+            http=speaking(settings, Room()),
             log_level="warning",
             lifespan="on",
             timeout_keep_alive=keep_alive_s,

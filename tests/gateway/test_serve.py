@@ -228,6 +228,38 @@ def test_listening_twice_names_address_and_reason() -> None:
         listen("no-such-host.invalid", 0)
 
 
+async def test_clients_leave_descriptors_for_connections_to_workers() -> None:
+    """Of 40 open files ten are clients': others are refused, unless a connection is idle or it is a probe."""
+
+    async def asked(path: str) -> tuple[asyncio.StreamWriter, bytes]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % path.encode())
+        return writer, await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+
+    async with serving("0", "few") as (process, urls):
+        port = int(urls[0].rsplit(":", 1)[1])
+        busy = [await asked("/endless") for _ in range(9)]
+        idle = [await asked("/")]
+        assert {head.split()[1] for _, head in (*busy, *idle)} == {b"200"}
+        _, head = await asked("/")
+        assert head.split()[1] == b"429"
+        assert b"retry-after: 1" in head.lower()
+        assert (await asked("/health"))[1].split()[1] == b"200"
+        assert process.stdout
+        assert await asyncio.wait_for(process.stdout.readline(), 60) == b"full\n"
+        async with asyncio.timeout(30):
+            while (await asked("/endless"))[1].split()[1] != b"200":
+                await asyncio.sleep(0.05)
+        for writer, _ in (*busy, *idle):
+            writer.close()
+        async with asyncio.timeout(30):
+            while (await asked("/"))[1].split()[1] != b"200":
+                pass
+        process.send_signal(signal.SIGTERM)
+        _, log = await asyncio.wait_for(process.communicate(), 30)
+        assert log.count(b"leave room for 10 clients' connections, which are all busy") == 1
+
+
 async def test_that_clients_are_turned_away_for_want_of_descriptors_is_said_and_counted() -> None:
     async with serving("0", "few") as (process, urls), httpx.AsyncClient() as http:
         assert (await http.get(urls[0])).is_success

@@ -13,7 +13,7 @@ import pytest
 from gateway.proxy.accounts import Accounts
 from gateway.routing.eligibility import Lack, Room, within
 from gateway.routing.router import Router
-from gateway.serve import claim_descriptors
+from gateway.serve import claim_descriptors, room_for_clients
 from gateway.upstream.connections import Connections
 from peer import ADMIN, Connection, Received
 from policies.ledger import Ledger
@@ -212,3 +212,4 @@ def test_b035_the_limit_of_open_files_is_raised_and_explained(
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
     claim_descriptors(600)
     assert "raise the limit" not in caplog.text
+    assert [room_for_clients(n) for n in (40, 200, 1 << 20, resource.RLIM_INFINITY)] == [10, 68, 524_256, 0]

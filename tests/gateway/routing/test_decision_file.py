@@ -205,6 +205,29 @@ async def test_what_a_slow_or_broken_disk_does_not_take_is_dropped_and_counted(t
     assert len(names(tmp_path / "log")) == 1000
 
 
+async def test_a_disk_that_is_full_for_some_and_not_for_others_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = tmp_path / "place"
+    gone = asyncio.Event()
+    file = DecisionFile(str(place / "log"), 1 << 24, lambda _: gone.set())
+    await file.start()
+    for name in ("one", "two"):
+        place.write_text("in the way")
+        gone.clear()
+        file.add(record(name))
+        await gone.wait()
+        place.unlink()
+        file.add(record(f"{name} more"))
+        async with asyncio.timeout(20.0):
+            while not (place / "log").exists():
+                await asyncio.sleep(0.01)
+        (place / "log").unlink()
+        place.rmdir()
+    await file.close()
+    assert len(caplog.records) == 1
+
+
 async def test_nothing_is_written_where_a_rule_goes_by_a_credential(tmp_path: Path) -> None:
     rule = {"match": {"header": {"authorization": "Bearer s3cret*"}}}
     keyed = Plan(read({"rules": [rule]}))

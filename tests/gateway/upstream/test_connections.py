@@ -1,11 +1,14 @@
 """The transport over real sockets, on both event loops: reuse, age, refusal, and what goes wrong."""
 
 import asyncio
+import errno
+import os
 import socket
 import struct
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import uvloop
@@ -233,6 +236,28 @@ async def test_a_worker_that_is_not_there_is_told_from_one_that_does_not_answer(
     with pytest.raises(UpstreamError) as raised:
         await post(transport, "http://no-such-host.invalid:1")
     assert raised.value.kind == "connect"
+
+
+async def test_descriptors_are_waited_for_as_long_as_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    connect, tries, missing = loop.create_connection, 0, 3
+
+    async def scarce(*args: Any, **more: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        if tries <= missing:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return await connect(*args, **more)
+
+    monkeypatch.setattr(loop, "create_connection", scarce)
+    async with playing(answering) as (_, url), opened(connect_s=20.0) as patient:
+        assert await said(await post(patient, url)) == (200, b"ok")
+        assert tries == missing + 1
+    missing = 1 << 30
+    async with opened(connect_s=0.1) as quick:
+        with pytest.raises(UpstreamError) as raised:
+            await post(quick, "http://127.0.0.1:9")
+        assert raised.value.kind == "descriptors"
 
 
 async def test_a_name_server_that_says_nothing_leaves_time_to_connect_and_none_is_spent_twice(
