@@ -48,14 +48,18 @@ class Gathered:
         self,
         say: Callable[[str, int, bool], None],
         later: Callable[[float, Callable[[str], None], str], Handle] = _later,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._say = say
         self._later = later
+        self._clock = clock
+        self._last: dict[str, float] = {}
         # Said within the minute: how often they came up since then, and what looks when it is over.
         self._counts: dict[str, int] = {}
         self._timers: dict[str, Handle] = {}
 
     def came(self, subject: str) -> None:
+        self._last[subject] = self._clock()
         if subject in self._counts:
             self._counts[subject] += 1
             return
@@ -63,10 +67,10 @@ class Gathered:
             self._forget(next(iter(self._counts)))
         self._tell(subject, 1, more=False)
 
-    @property
-    def lately(self) -> list[str]:
-        """What came up within the last minute or two."""
-        return list(self._counts)
+    def lately(self) -> dict[str, float]:
+        """What came up within the last minute or two, and how many seconds ago it last did."""
+        now = self._clock()
+        return {subject: now - self._last[subject] for subject in self._counts}
 
     def close(self) -> None:
         """Say the rest."""
@@ -82,8 +86,11 @@ class Gathered:
         del self._timers[subject]
         if count := self._counts.pop(subject):
             self._tell(subject, count, more=True)
+        else:
+            del self._last[subject]
 
     def _forget(self, subject: str) -> None:
         self._timers.pop(subject).cancel()
+        del self._last[subject]
         if count := self._counts.pop(subject):
             self._say(subject, count, True)

@@ -48,9 +48,10 @@ class RefusalWatch:
 
     def lately(self) -> list[str]:
         """Why turns were refused within the last minute or two, in words for operators."""
-        why = [f"429 for want of room: limits.{limit}" for limit in self._limits.lately]
-        why += [f"503: {why_nobody}" for why_nobody in self._unplaced.lately]
-        return [f"turns are refused with {each}" for each in why]
+        limits = self._limits.lately().items()
+        why = [(f"429 for want of room: limits.{limit}", ago_s) for limit, ago_s in limits]
+        why += [(f"503: {said}", ago_s) for said, ago_s in self._unplaced.lately().items()]
+        return [f"turns were refused, the last {ago_s:.0f} s ago, with {said}" for said, ago_s in why]
 
     def close(self) -> None:
         """Say the rest."""

@@ -104,7 +104,7 @@ class Gateway:
             prompts=lambda: PromptsAnswer(source="auto", models=[]),
             policy=PolicyVersions(Document(), None, lambda _: None),
             router=SimpleNamespace(shadow=None),
-            refusals=lambda: ["turns are refused with 503: no worker"],
+            refusals=lambda: ["turns were refused, the last 3 s ago, with 503: no worker"],
         )
         self.app = Guard(build_admin(parts), AdminToken("right"), ClientKeys(["client-key"]))
 

@@ -34,7 +34,7 @@ async def test_a_worker_that_fails_some_of_its_turns_is_told_as_one_that_still_g
 
 
 async def test_turns_that_are_refused_are_told(site: Site) -> None:
-    site.refusals.append("turns are refused with 429 for want of room: limits.requests")
+    site.refusals.append("turns were refused, the last 3 s ago, with 429 for want of room: limits.requests")
     (told,) = [f for f in await examined(site) if f.result != "ok"]
     assert (told.check, told.result, told.detail) == ("turns", "warn", site.refusals[0])
     assert "raise that limit" in told.fix

@@ -104,6 +104,21 @@ def test_answers_that_broke_off_are_counted_and_said_once_a_minute_for_each_targ
     assert not timers.set
 
 
+def test_what_came_up_lately_is_known_with_when_it_last_did() -> None:
+    timers, now = Timers(), [0.0]
+    gathered = Gathered(lambda *_: None, timers.later, lambda: now[0])
+    gathered.came("a")
+    now[0] = 50.0
+    gathered.came("a")
+    gathered.came("b")
+    now[0] = 58.0
+    assert gathered.lately() == {"a": 8.0, "b": 8.0}
+    timers.a_minute_passes()
+    assert gathered.lately() == {"a": 8.0}
+    timers.a_minute_passes()
+    assert gathered.lately() == {}
+
+
 def test_a_thousand_subjects_are_all_said_and_few_of_them_kept() -> None:
     said: Counter[str] = Counter()
     timers = Timers()
