@@ -50,10 +50,13 @@ class Load(msgspec.Struct, frozen=True, gc=False):
 
 class Line(msgspec.Struct, frozen=True, gc=False):
     """Turns that wait for their first token. ends: when the last of them is expected to have it; head: when
-    the first of them is."""
+    the first of them is. turns: how many; tokens: that they compute, seconds: in which they should."""
 
     ends: float = -math.inf
     head: float = math.inf
+    turns: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
 
     def ahead(self, now: float, first_s: float) -> float:
         """For how many seconds more than `first_s` a turn sent now would wait for its first token.
@@ -82,15 +85,16 @@ class Lease:
     """One turn's load on one target, from the decision to its end: given back once, from any exit path.
 
     keys: the prompt's chain, until the first token. prompt: its tokens. since: when its prefill was over.
-    clean: how long its prefill takes teaches something. done_by: when that must be over. stay: its session's.
+    clean: how long its prefill takes teaches something. done_by: when that must be over. over_at: from when
+    on it is taken to be: an answer in one piece says so only at its end. stay: its session's.
     at: when it was sent. due: when it would have its first token if all its work were none, and nobody before
     it. booked: its work, in seconds, too; seconds: what all of it is expected to take. alone: nobody waited
     there when it was sent.
     """
 
     __slots__ = (
-        *("_page", "alone", "at", "booked", "clean", "done_by", "due", "keys", "prompt", "seconds", "since"),
-        *("stay", "streams", "work"),
+        *("_page", "alone", "at", "booked", "clean", "done_by", "due", "keys", "over_at", "prompt"),
+        *("seconds", "since", "stay", "streams", "work"),
     )
 
     def __init__(
@@ -112,12 +116,9 @@ class Lease:
         self.stay = stay
         self.since: float | None = None
         self.done_by = self.at = self.due = self.seconds = 0.0
+        self.over_at = math.inf
         self.booked = _NOTHING
         self.alone = False
-
-    def over(self, now: float) -> bool:
-        """Its prefill must be: an answer in one piece says so only at its end."""
-        return not self.streams and now > self.done_by
 
     def first_token(self, now: float, *, answered: bool = True) -> None:
         """Its prefill is over. `answered`: by a token, so that the time says something."""
@@ -265,6 +266,8 @@ class Page:
         lease.due = now + max(rates.first_s, self.alike.anyway_s)
         lease.alone = not queued
         lease.done_by = begins + _PATIENCE * (lease.seconds + rates.first_s)
+        if not lease.streams:
+            lease.over_at = lease.done_by
         if not lease.clean:
             self.since = None
         queued[lease] = None
@@ -294,7 +297,7 @@ class Page:
                 work = msgspec.structs.replace(self.done, turns=self.opens)
                 for learner in (self.learner, self.alike):
                     learner.learn(work, now - self.since, now)
-        clear = answered and (following is None or all(t.clean or t.over(now) for t in self.queued))
+        clear = answered and (following is None or all(t.clean or now > t.over_at for t in self.queued))
         start, self.opens = (now, 0.0) if waits or following is None else (following.at, 1.0)
         self.since, self.done = (start if clear else None), _NO_WORK
 
@@ -338,14 +341,18 @@ class Page:
 
     def line(self, now: float) -> Line:
         free, head = self.free_at, math.inf
+        turns, tokens, seconds = 0, 0.0, 0.0
         for lease in self.queued:
-            if lease.over(now):
+            if now > lease.over_at:
                 continue
             # They are computed one after the other; what each takes anyway passes while others are.
-            free = max(free, lease.due) + lease.seconds
-            if head == math.inf:
+            free = (lease.due if lease.due > free else free) + lease.seconds
+            if not turns:
                 head = free
-        return Line(free, head)
+            turns += 1
+            tokens += lease.work.tokens
+            seconds += lease.booked.seconds
+        return Line(free, head, turns, tokens, seconds)
 
     def load(self, now: float, others: "Others") -> Load:
         recent = self.recent.now(now)
@@ -362,22 +369,17 @@ class Page:
                 decoding_tokens=decoding,
                 turn_s=self.turn_s or self.lasting.seconds,
             )
-        tokens, turns, seconds = 0.0, 0, 0.0
-        for lease in self.queued:
-            if not lease.over(now):
-                tokens += lease.work.tokens
-                seconds += lease.booked.seconds
-                turns += 1
+        line = self.line(now)
         return Load(
-            int(tokens),
-            turns,
-            self.line(now).ahead(now, self.rates(now).first_s),
+            int(line.tokens),
+            line.turns,
+            line.ahead(now, self.rates(now).first_s),
             self.inflight,
             max(0.0, others.turns),
-            max(0.0, recent.tokens - tokens),
+            max(0.0, recent.tokens - line.tokens),
             recent.pulled,
-            seconds,
-            max(0.0, recent.seconds - seconds),
+            line.seconds,
+            max(0.0, recent.seconds - line.seconds),
             recent.pull_s,
             decoding + self.held - self.decoding,
             decoding,

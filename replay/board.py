@@ -100,7 +100,8 @@ class Board:
         if touched:
             names = [self._names[number] for number in touched]
             self._loads[:, touched] = np.array([astuple(ledger.load(name, now)) for name in names]).T
-            self._lines[:, touched] = np.array([astuple(ledger.line(name, now)) for name in names]).T
+            lines = [ledger.line(name, now) for name in names]
+            self._lines[:, touched] = np.array([(line.ends, line.head) for line in lines]).T
             self._as_of[touched] = now
         left = np.exp2((self._as_of - now) / HALF_LIFE_S)
         recent, recent_s = self._at("recent_tokens"), self._at("recent_s")

@@ -4,7 +4,7 @@ Between two events that is the same for all turns: a candidate is made anew when
 the fleet changed, and all are now and then, for what changes with time alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from gateway.routing.eligibility import why_not
@@ -23,12 +23,16 @@ _MODELS: Final = 64
 
 
 class _Shown:
-    """For turns of one model. at: when all were made. stale: those that are made anew for the next turn."""
+    """For turns of one model. at: when all were made. stale: those that are made anew for the next turn.
 
-    __slots__ = ("at", "candidates", "stale")
+    standings: what does not change with turns, by target.
+    """
 
-    def __init__(self, at: float) -> None:
+    __slots__ = ("at", "candidates", "stale", "standings")
+
+    def __init__(self, at: float, standings: Mapping[str, Standing]) -> None:
         self.at = at
+        self.standings = standings
         self.candidates: tuple[Candidate, ...] = ()
         self.stale: set[str] = set()
 
@@ -65,7 +69,8 @@ class Roster:
         if shown is None or now - shown.at >= _ANEW_S:
             if len(self._shown) >= _MODELS:
                 self._shown.clear()
-            shown = self._shown[model] = _Shown(now)
+            standings = {target.name: self._standing(target) for target in self.targets}
+            shown = self._shown[model] = _Shown(now, standings)
             shown.candidates = tuple([self._made(shown, target, model, now) for target in self.targets])
         elif shown.stale:
             stale, shown.stale = shown.stale, set()
@@ -80,21 +85,11 @@ class Roster:
 
     def _made(self, shown: _Shown, target: Target, model: str, now: float) -> Candidate:
         worker, name = target.worker, target.name
-        report, ranks = worker.report, len(worker.targets)
-        capacity, pressed = self._full.get(name, (0, 0.0))
         made = candidate(
             name,
             self._ledger.load(name, now),
             self._ledger.rates(name, now, model),
-            Standing(
-                report.waiting / ranks,
-                report.running / ranks,
-                capacity,
-                pressed,
-                worker.role,
-                target.rank,
-                worker.weight,
-            ),
+            shown.standings[name],
             NOTHING,
             why_not(self._fleet, worker, model, ()),
         )
@@ -102,6 +97,20 @@ class Roster:
         if made.queued_turns or not worker.breaker.closed:
             shown.stale.add(name)
         return made
+
+    def _standing(self, target: Target) -> Standing:
+        worker = target.worker
+        report, ranks = worker.report, len(worker.targets)
+        capacity, pressed = self._full.get(target.name, (0, 0.0))
+        return Standing(
+            report.waiting / ranks,
+            report.running / ranks,
+            capacity,
+            pressed,
+            worker.role,
+            target.rank,
+            worker.weight,
+        )
 
     def _fullness(self, now: float) -> dict[str, tuple[int, float]]:
         sizes = self._knowledge.index.sizes()
