@@ -31,17 +31,21 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 NO_FACTS: Final = Facts()
+_NO_GUARDS: Final = Guards()
 
 
 class Plan:
     """Never raises while it decides: a policy that does is stood in for by the document's fallback."""
 
-    __slots__ = ("_default", "_fallback", "_guards", "_rules", "document", "headers")
+    __slots__ = ("_default", "_fallback", "_guards", "_rules", "document", "headers", "weighs")
 
     def __init__(self, document: Document) -> None:
         """Raises what the registry raises; a document that was read has been checked."""
         self.document = document
         self.headers: Final = frozenset(name for rule in document.rules for name in rule.match.header)
+        named = {document.policy, *(rule.policy for rule in document.rules)}
+        # Whether it matters what targets hold and were given to do, or only who may be chosen.
+        self.weighs: Final = document.guards != _NO_GUARDS or any(map(registry.weighs, named))
         self._guards = document.guards
         self._default = registry.make(document.policy, document.options)
         self._fallback = registry.make(document.fallback)

@@ -97,6 +97,11 @@ def reads(name: str) -> Reads:
     return _OWN[name].reads if name in _OWN else "all"
 
 
+def weighs(name: str) -> bool:
+    """Whether the policy goes by more than who may be chosen."""
+    return reads(name) != "nothing"
+
+
 def make(name: str, options: Mapping[str, Any] | None = None) -> Policy:
     """The policy `name` with `options`. Raises UnknownPolicy, BadPolicyOptions or BrokenPolicy."""
     given = dict(options or {})

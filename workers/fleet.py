@@ -209,10 +209,15 @@ class Fleet:
         rest_s = breaker.rest_s(now)
         return f"{said}: " + (f"gets none for {rest_s:.0f} s" if rest_s else "the next one is its trial")
 
+    @property
+    def ramping(self) -> bool:
+        """Whether anybody came back lately."""
+        return self._clock() - self._last_back < self._ramp_s
+
     def ramps(self, workers: Iterable[Worker]) -> list[float]:
         """The share of an ordinary load that each may have, below 1 where it came back lately. None: all."""
         now = self._clock()
-        if now - self._last_back >= self._ramp_s:
+        if not self.ramping:
             return []
         return [min(1.0, (now - worker.since) / self._ramp_s) for worker in workers]
 

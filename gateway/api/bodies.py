@@ -194,13 +194,14 @@ def _read(body: bytes, kind: type[T], name: ListField, known: _Body | None, shar
         array = bytes(given if (given := getattr(lists, name)) is not msgspec.UNSET else b"[]")
         raws = msgspec.json.decode(array, type=list[msgspec.Raw])
         tools = _tools(lists.tools, known)
-        start = start if known is not None else short.find(array) + 1
+        # A long text is looked for as slowly as it is long: its beginning does.
+        start = start if known is not None else short.find(array[:_MARK]) + 1
         # Behind a comma there has to be an item.
         if not 0 < len(raws) <= _MOST_ITEMS or not short.startswith(array, start - 1):
             return None
         rest = short[: start - 1] + b"[]" + short[start - 1 + len(array) :]
         if tools.objects:
-            rest = rest.replace(tools.raw, b"[]", 1)
+            rest = _without(rest, tools.raw)
         prompt = msgspec.json.decode(rest, type=kind, strict=False)
         # They are not, if something else was taken for them: of two of a name the last one counts.
         if getattr(prompt, name) or (tools.objects and cast(_WithTools, prompt).tools):
@@ -240,6 +241,12 @@ def _tools(given: msgspec.Raw | msgspec.UnsetType, known: _Body | None) -> _Tool
         return _Tools(raw, [_kept(tool) for tool in each])
     except msgspec.ValidationError:
         return _Tools()
+
+
+def _without(rest: bytes, raw: bytes) -> bytes:
+    """`rest` with an empty list for the list `raw` in it."""
+    at = rest.find(raw[:_MARK])
+    return rest[:at] + b"[]" + rest[at + len(raw) :] if rest.startswith(raw, at) else rest
 
 
 def _shared_bytes(one: bytes, other: bytes) -> int:

@@ -23,18 +23,20 @@ _MODELS: Final = 64
 
 
 class _Shown:
-    """For turns of one model. at: when all were made. stale: those that are made anew for the next turn.
+    """For turns of one model. at: when all were made. stale: those that are made anew for the next turn;
+    doubted: of these, those whose breaker says whether they may be chosen.
 
     standings: what does not change with turns, by target.
     """
 
-    __slots__ = ("at", "candidates", "stale", "standings")
+    __slots__ = ("at", "candidates", "doubted", "stale", "standings")
 
     def __init__(self, at: float, standings: Mapping[str, Standing]) -> None:
         self.at = at
         self.standings = standings
         self.candidates: tuple[Candidate, ...] = ()
         self.stale: set[str] = set()
+        self.doubted: set[str] = set()
 
 
 class Roster:
@@ -47,20 +49,26 @@ class Roster:
         self._sessions = sessions
         self.targets: Sequence[Target] = ()
         self.places: dict[str, int] = {}
+        # Whether some only compute prompts, or only decode: who decodes goes by load.
+        self._apart = False
         self._version = -1
         self._shown: dict[str, _Shown] = {}
         # By target: tokens that its cache holds at most, and what making room there costs others.
         self._full: dict[str, tuple[int, float]] = {}
         self._full_at = 0.0
 
-    def shown(self, model: str, now: float) -> tuple[Candidate, ...]:
-        """All targets, in the order of `targets`, for a turn of `model`."""
+    def shown(self, model: str, now: float, *, loads: bool = True) -> tuple[Candidate, ...]:
+        """All targets, in the order of `targets`, for a turn of `model`.
+
+        loads: whether it matters what they were given to do; else that may be as old as what they report.
+        """
         if now - self._full_at >= EVERY_S:
             self._full_at, self._full = now, self._fullness(now)
         if self._version != self._fleet.version:
             self._version = self._fleet.version
             self.targets = tuple(self._fleet.targets())
             self.places = {target.name: place for place, target in enumerate(self.targets)}
+            self._apart = any(target.worker.role != "both" for target in self.targets)
             self._shown.clear()
         touched = self._ledger.touched()
         for each in self._shown.values():
@@ -72,10 +80,11 @@ class Roster:
             standings = {target.name: self._standing(target) for target in self.targets}
             shown = self._shown[model] = _Shown(now, standings)
             shown.candidates = tuple([self._made(shown, target, model, now) for target in self.targets])
-        elif shown.stale:
-            stale, shown.stale = shown.stale, set()
+        elif anew := (shown.stale if loads or self._apart else shown.doubted):
+            shown.stale = shown.stale - anew
+            shown.doubted = set()
             found, places = list(shown.candidates), self.places
-            for name in stale:
+            for name in anew:
                 # One that left may have had turns.
                 if name in places:
                     place = places[name]
@@ -94,7 +103,10 @@ class Roster:
             why_not(self._fleet, worker, model, ()),
         )
         # How long the first one has waited, and whether a breaker is to be tried, changes from turn to turn.
-        if made.queued_turns or not worker.breaker.closed:
+        if not worker.breaker.closed:
+            shown.doubted.add(name)
+            shown.stale.add(name)
+        elif made.queued_turns:
             shown.stale.add(name)
         return made
 

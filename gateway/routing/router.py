@@ -278,7 +278,9 @@ class Router:
     def candidates(self, sight: Sight, failed: Collection[str] = ()) -> Sequence[Candidate]:
         """Every registered target as the policy is to see it."""
         now, fleet, roster = time.monotonic(), self._fleet, self._roster
-        shown: Sequence[Candidate] = roster.shown(sight.model, now)
+        bounded, ramping = not self._room_each.endless, fleet.ramping
+        loads = self.plan.weighs or bounded or ramping or self.shadow is not None
+        shown: Sequence[Candidate] = roster.shown(sight.model, now, loads=loads)
         if sight.session.work or (sight.block_size and sight.prompt_tokens and sight.reads_cache):
             shown = self._for_turn(shown, sight, now)
         if failed or sight.only:
@@ -286,9 +288,9 @@ class Router:
                 replace(c, excluded=why_not(fleet, target.worker, sight.model, failed, sight.only))
                 for c, target in zip(shown, roster.targets, strict=True)
             ]
-        if not self._room_each.endless:
+        if bounded:
             shown = within(self._room_each, shown, sight.prompt_tokens)
-        return eased(shown, fleet.ramps(target.worker for target in roster.targets))
+        return eased(shown, fleet.ramps(t.worker for t in roster.targets) if ramping else ())
 
     def _for_turn(self, shown: Sequence[Candidate], sight: Sight, now: float) -> Sequence[Candidate]:
         """With what each holds of the prompt, and without what its session made its last target do lately."""

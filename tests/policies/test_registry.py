@@ -1,6 +1,7 @@
 """Policies by name: own ones, installed ones, and what is said of those that can't be had."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from installing import Install, installer
@@ -29,6 +30,23 @@ def test_unknown_names_and_options_say_what_exists() -> None:
         registry.make("longest_prefix", {"pull_cost": -1})
     with pytest.raises(registry.BadPolicyOptions, match="takes none"):
         registry.make("random", {"margin": 3})
+
+
+@pytest.mark.parametrize(
+    ("document", "weighs"),
+    [
+        ({"policy": "round_robin"}, False),
+        ({"policy": "random", "rules": [{"policy": "round_robin"}]}, False),
+        ({"policy": "round_robin", "rules": [{"policy": "least_loaded"}]}, True),
+        ({"policy": "round_robin", "guards": {"max_inflight": 3}}, True),
+        ({"policy": "session"}, True),
+        ({}, True),
+    ],
+)
+def test_a_plan_says_whether_it_goes_by_more_than_who_may_be_chosen(
+    document: dict[str, Any], weighs: bool
+) -> None:
+    assert Plan(read(document)).weighs == weighs
 
 
 def test_an_installed_policy_is_found_by_name(install: Install) -> None:

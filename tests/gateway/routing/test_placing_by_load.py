@@ -305,7 +305,7 @@ async def test_b045_two_gateways_see_each_others_turns_and_no_longer_than_these_
     await seen(lambda turns: turns < 1)
 
 
-@pytest.mark.parametrize("policy", ["longest_prefix", "expected_ttft", "least_loaded"])
+@pytest.mark.parametrize("policy", ["longest_prefix", "expected_ttft", "least_loaded", "round_robin"])
 async def test_b048_a_worker_that_is_new_is_not_flooded_and_the_others_do_not_starve(
     peers, front, policy: str
 ) -> None:
@@ -338,9 +338,13 @@ async def test_b048_a_worker_that_is_new_is_not_flooded_and_the_others_do_not_st
         answer.release()
 
 
-async def test_b043_two_turns_at_the_same_instant_do_not_both_take_the_last_place(peers, front) -> None:
+@pytest.mark.parametrize("policy", ["expected_ttft", "round_robin"])
+async def test_b043_two_turns_at_the_same_instant_do_not_both_take_the_last_place(
+    peers, front, policy: str
+) -> None:
     fleet = [await peers(Gate()) for _ in range(4)]
-    gate = await front(*fleet, env={"MOONGATE_LIMITS__WORKER_REQUESTS": "2"})
+    env = {"MOONGATE_LIMITS__WORKER_REQUESTS": "2", "MOONGATE_ROUTING__POLICY": policy}
+    gate = await front(*fleet, env={**env, "MOONGATE_WORKERS__RAMP_S": "0"})
     url = gate.url + "/v1/chat/completions"
 
     async def one(i: int) -> int:

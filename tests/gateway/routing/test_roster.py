@@ -28,7 +28,9 @@ class Rig:
         self.fleet = Fleet(breaker=BreakerOptions(failures=2), clock=lambda: self.now)
         self.ledger = Ledger()
         self.leases: list[Lease] = []
-        self.kept, self.anew = (Roster(self.fleet, self.ledger, Knowledge(), Sessions()) for _ in range(2))
+        self.kept, self.anew, self.blind = (
+            Roster(self.fleet, self.ledger, Knowledge(), Sessions()) for _ in range(3)
+        )
         for number in range(3):
             self.up(number)
 
@@ -45,9 +47,12 @@ class Rig:
     def check(self) -> tuple[Candidate, ...]:
         shown = self.kept.shown("m", self.now)
         self.anew._shown.clear()
-        # Else it would take the workers' reports over once more.
-        self.anew._full, self.anew._full_at = self.kept._full, self.kept._full_at
+        # Else they would take the workers' reports over once more.
+        for other in (self.anew, self.blind):
+            other._full, other._full_at = self.kept._full, self.kept._full_at
         assert shown == self.anew.shown("m", self.now)
+        able = self.blind.shown("m", self.now, loads=False)
+        assert [c.excluded for c in able] == [c.excluded for c in shown]
         return shown
 
 
@@ -124,6 +129,29 @@ def test_what_passes_with_time_and_what_workers_report_is_shown_a_tenth_of_a_sec
     _, spent, busy = rig.kept.shown("m", rig.now)
     assert spent.recent_tokens < 1000
     assert busy.waiting == 4.0
+
+
+def test_where_nobody_goes_by_loads_they_may_be_a_tenth_of_a_second_old() -> None:
+    rig = Rig()
+
+    def inflight(**how: bool) -> int:
+        return rig.kept.shown("m", rig.now, **how)[1].inflight
+
+    assert inflight(loads=False) == 0
+    rig.sent("w1")
+    assert inflight(loads=False) == 0
+    assert inflight() == 1
+    rig.sent("w1")
+    rig.now += 0.11
+    assert inflight(loads=False) == 2
+
+
+def test_who_decodes_what_another_computed_goes_by_loads_under_any_policy() -> None:
+    rig = Rig()
+    rig.fleet.give_role("w0", "prefill")
+    rig.kept.shown("m", NOW, loads=False)
+    rig.sent("w1")
+    assert rig.kept.shown("m", NOW, loads=False)[1].inflight == 1
 
 
 def test_turns_of_each_model_are_shown_who_serves_it() -> None:
