@@ -42,7 +42,7 @@ METRICS = b'vllm:cache_config_info{block_size="32",prefix_caching_hash_algo="sha
 
 
 def long_text(*of: object, numbers: int = 10_000) -> str:
-    """A text like no other, that takes a thread half a second."""
+    """A text like no other, that takes a thread a tenth of a second."""
     return " ".join(f"{of}{number * 7919 % 99991}" for number in range(numbers)).replace("'", "")
 
 
@@ -187,7 +187,7 @@ async def test_b002_while_a_thread_tokenizes_its_prompt(tokenizing_front) -> Non
 async def test_b005_three_hundred_aborts_while_prompts_are_tokenized_leave_nothing(tokenizing_front) -> None:
     gate, peer = tokenizing_front
     for batch in range(5):
-        texts = [long_text(batch, number, numbers=1500) for number in range(60)]
+        texts = [long_text(batch, number, numbers=6000) for number in range(60)]
         requests = [request(PLACED_BY_PROMPT[i % 4], text) for i, text in enumerate(texts)]
         async with asking(gate, *requests) as writers:
             await gate.until(tokenizing)
