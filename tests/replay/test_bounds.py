@@ -9,6 +9,7 @@ from replay import profile as profiles
 from replay.bounds import bounds
 from replay.chains import Pieces
 from replay.driver import Failure, Fleet, Load, Run
+from replay.measure import ideal_hits, measure
 from replay.pool import Placement
 from replay.seen import Seen
 from replay.traces.codex_like import growing
@@ -27,6 +28,7 @@ PROFILES = [
         "qwen3-32b-2xh100", {**FIGURES, "saves_decode": 1, "overhead_s": 0, "network_bytes_s": 1e9}
     ),
     profiles.load("kimi-k2.5-gb200", {**FIGURES, "decode.hbm_tokens": 20_000}),
+    profiles.load("qwen3-32b-2xh100", {**FIGURES, "dram_bytes": 16_777_216 * 90}),
 ]
 FASTER = profiles.load("qwen3-32b-2xh100", {**FIGURES, "prefill_tok_s": 40_000, "step_s": 0.01})
 TOKENS = st.integers(1, 900)
@@ -109,8 +111,25 @@ def test_no_turn_and_no_run_is_below_its_bound(
     load = Load(3, ramp_s=0.2)
     failures = [Failure(at, 0.3) for at in deaths]
     to_come = [0.0] * len(trace.sessions)
-    jobs = Run(trace, fleet, load, chooser, 0, to_come, None, failures).run().jobs
+    finished = Run(trace, fleet, load, chooser, 0, to_come, None, failures).run()
+    jobs = finished.jobs
     answered = [job for job in jobs if not job.failed]
+    # Every turn of every session is answered once, whatever died, and none before the one before it.
+    asked = [
+        (number, place) for number, each in enumerate(trace.sessions) for place in range(len(each.turns))
+    ]
+    assert sorted((job.session, job.place) for job in answered) == asked
+    ends = {(job.session, job.place): job.ended for job in answered}
+    for job in jobs:
+        assert job.arrived >= ends.get((job.session, job.place - 1), 0.0) + (
+            job.asked.think_s if job.place and not job.again else 0.0
+        )
+    measured = measure(finished, ideal_hits(trace), least, SIZE, instances, 0.0)
+    shares = (measured.local, measured.dram, measured.own_segment, measured.remote_pool, measured.computed)
+    assert min(shares) >= 0
+    assert sum(shares) == pytest.approx(1.0, abs=1e-9)
+    assert measured.turns == len(asked)
+    assert measured.bound_ttft_p99_s <= measured.ttft_p99_s + 1e-9
     for job in answered:
         assert job.started - job.arrived >= least.least(job).ttft_s - 1e-9
         assert job.ended - job.arrived >= least.least(job).e2e_s - 1e-9
