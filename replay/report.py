@@ -162,7 +162,7 @@ def _heading(outcome: Outcome) -> list[str]:
         f"{name} {each.failures} dead instances, {each.retried_turns} turns sent again,"
         f" {each.failed_turns} broken off, {each.failed_pulls} pulls failed"
         for name, each in everybody(outcome)
-        if each.failures
+        if experiment.failures
     ]
     copies = f", {outcome.copies} of them copies" if outcome.copies else ""
     cut = f", {outcome.truncated} of them cut off at the model's limit or HBM" if outcome.truncated else ""

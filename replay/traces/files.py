@@ -45,7 +45,7 @@ def load(path: str, name: str, block_size: int, *, sessions: int = 0, head: int 
             copies = -(-sessions // len(found))
             found = _named(list(FORMATS[name](rows * copies, block_size, head))[:sessions])
     except BadTrace as wrong:
-        raise BadTrace(f"{path}: {wrong}") from None
+        raise BadTrace(f"{path}, read as {name} (--format): {wrong}") from None
     if not found:
         raise BadTrace(f"{path}: no turns")
     return Trace(block_size, found, len(found) - recorded)

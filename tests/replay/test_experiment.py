@@ -169,7 +169,7 @@ def test_a_picture_is_written_and_is_the_same_again(tmp_path: Path, name: str, b
         ({"instances": 0}, "instances must be at least 1"),
         ({"warmup": 1.0}, "warmup must be"),
         ({"rate": 0.0}, "rate must be above 0"),
-        ({"format": "mooncake"}, "line 1: not a Mooncake request"),
+        ({"format": "mooncake"}, r"read as mooncake \(--format\): line 1: not a Mooncake request"),
     ],
 )
 def test_settings_that_cannot_be_run_are_refused(tmp_path: Path, more: dict[str, object], says: str) -> None:
@@ -455,7 +455,9 @@ def test_turns_of_instances_that_die_are_answered_by_others_or_asked_again(tmp_p
         # What lay in their HBM and segments has to be computed again.
         assert each.hit_rate < whole.hit_rate
     assert after.measures["session"].moved_share > 0 == before.measures["session"].moved_share
-    assert "dead instances" in report.table(after)
+    assert "session 3 dead instances" in report.table(after)
+    never = run(experiment(file, "session", failures=(1e9,), down_s=5.0, placement="owner"))
+    assert "session 0 dead instances" in report.table(never)
     slow = {**SMALL, "network_bytes_s": 2e8}
     pulled = run(experiment(file, "round_robin", figures=slow, **DEATHS)).measures["round_robin"]
     assert pulled.failed_pulls > 0
