@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,7 +14,9 @@ import msgspec
 import zmq
 
 QUIET_S = 0.4
-"""No event for this long: the worker has said everything about the last request."""
+"""No event for this long, and nothing left to do: the worker has said everything about the last request."""
+LATE_S = 20.0
+"""A busy machine takes no longer for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,12 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where a worker and its pool can be watched. events, replay: ZeroMQ; pool: the master's HTTP."""
+    """Where a worker and its pool can be watched. events, replay: ZeroMQ; pool: the master's HTTP.
 
+    pids: their processes.
+    """
+
+    pids: tuple[int, ...]
     url: str
     events: str
     replay: str
@@ -58,7 +65,10 @@ METRICS = (
 
 def observe(worker: Endpoints, requests: list[tuple[str, str, Any]]) -> Observation:
     """Sends each request (name, path, body; a GET without body) and waits until the worker is quiet."""
-    with _subscribed(worker.events) as received, httpx.Client(base_url=worker.url, timeout=60.0) as client:
+    with (
+        _subscribed(worker.events, worker.pids) as received,
+        httpx.Client(base_url=worker.url, timeout=180.0) as client,
+    ):
         steps = [_step(client, received, *request) for request in requests]
     return Observation(steps, pool_keys(worker.pool), replay(worker.replay))
 
@@ -129,7 +139,7 @@ def _metrics(client: httpx.Client) -> dict[str, float]:
 
 
 @contextmanager
-def _subscribed(endpoint: str) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+def _subscribed(endpoint: str, pids: Sequence[int]) -> Iterator[Callable[[], list[dict[str, Any]]]]:
     """A function that returns the events since the last call, once there are no more."""
     with zmq.Context() as context, context.socket(zmq.SUB) as socket:
         socket.set(zmq.LINGER, 0)
@@ -140,12 +150,27 @@ def _subscribed(endpoint: str) -> Iterator[Callable[[], list[dict[str, Any]]]]:
 
         def received() -> list[dict[str, Any]]:
             events: list[dict[str, Any]] = []
-            while socket.poll(int(QUIET_S * 1000)):
-                _topic, _seq, payload = socket.recv_multipart()
-                events += msgspec.msgpack.decode(payload)[1]
+            until = time.monotonic() + LATE_S
+            while (more := socket.poll(int(QUIET_S * 1000))) or not all(map(at_rest, pids)):
+                if more:
+                    _topic, _seq, payload = socket.recv_multipart()
+                    events += msgspec.msgpack.decode(payload)[1]
+                elif time.monotonic() > until:
+                    break
             return events
 
         yield received
+
+
+def at_rest(pid: int) -> bool:
+    """Whether all threads of a process and its children wait: none runs, could run, or was stopped."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        states = {(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads}
+        children = [child for thread in threads for child in (thread / "children").read_text().split()]
+    except OSError:  # one of them has just ended
+        return False
+    return states <= set("SIZ") and all(at_rest(int(child)) for child in children)
 
 
 def replay(endpoint: str) -> list[dict[str, Any]]:

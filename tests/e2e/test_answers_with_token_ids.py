@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from conversation import TOOLS, Conversation
-from real_fleet import RealFleet
+from real_fleet import PATIENT_S, RealFleet
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -41,7 +41,7 @@ async def both(fleet: RealFleet, path: str, body: dict[str, Any]) -> tuple[Any, 
     """The answers of the gateway and of a worker asked directly."""
     through = await fleet.client.post(path, json=body)
     assert through.status_code == 200, through.text
-    async with httpx.AsyncClient(base_url=fleet.workers[0].url, timeout=60, trust_env=False) as worker:
+    async with httpx.AsyncClient(base_url=fleet.workers[0].url, timeout=PATIENT_S, trust_env=False) as worker:
         direct = await worker.post(path, json=body)
     assert direct.status_code == 200, direct.text
     return steady(through.json()), steady(direct.json())
@@ -68,7 +68,7 @@ async def test_streams_are_the_same(fleet: RealFleet, kind: str) -> None:
         events = [json.loads(line[6:]) for line in page.splitlines() if line.startswith("data: {")]
         return "".join(c["delta"].get("content") or "" for e in events for c in e["choices"])
 
-    async with httpx.AsyncClient(base_url=fleet.workers[0].url, timeout=60, trust_env=False) as worker:
+    async with httpx.AsyncClient(base_url=fleet.workers[0].url, timeout=PATIENT_S, trust_env=False) as worker:
         assert await text_of(fleet.client) == await text_of(worker) != ""
 
 
@@ -102,6 +102,6 @@ async def test_ids_were_really_sent(fleet: RealFleet) -> None:
     sent = await fleet.metric("moongate_tokens_forwarded_total", api="chat")
     assert sent > 0
     prompt = answer.json()["prompt_token_ids"]
-    async with httpx.AsyncClient(base_url=fleet.workers[0].url, timeout=60, trust_env=False) as worker:
+    async with httpx.AsyncClient(base_url=fleet.workers[0].url, timeout=PATIENT_S, trust_env=False) as worker:
         rendered = await worker.post("/v1/chat/completions/render", json=body)
     assert prompt == rendered.json()["token_ids"]

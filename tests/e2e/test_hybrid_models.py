@@ -20,7 +20,7 @@ import real_fleet
 from gateway.cli.examination import examine
 from gateway.cli.remote import RunningGateway
 from hybrid_model import make_hybrid_model
-from real_fleet import BLOCK, TOKEN, RealFleet, RealWorker
+from real_fleet import BLOCK, PATIENT_S, TOKEN, RealFleet, RealWorker
 from workers.connecting import trusting
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -38,7 +38,7 @@ async def hybrids(vllm_python: Path) -> AsyncIterator["Hybrids"]:
     fleet.workers[2].server = dense.workers()[2]
     try:
         await fleet.start()
-        async with httpx.AsyncClient(timeout=60.0, trust_env=False) as direct:
+        async with httpx.AsyncClient(timeout=PATIENT_S, trust_env=False) as direct:
             yield Hybrids(fleet, direct)
     finally:
         await fleet.stop()
@@ -108,7 +108,7 @@ class Hybrids:
         async def there() -> bool:
             return (await self.said(self.one, prompt))[1] >= tokens
 
-        await self.fleet.until(there, budget_s=10)
+        await self.fleet.until(there)
 
     async def hit(self, worker: RealWorker, prompt: list[int]) -> Hit:
         local, pool = await self.said(worker, prompt)

@@ -171,7 +171,7 @@ async def test_b018_turns_with_images_are_predicted_exactly(pictures: RealFleet)
             (candidate,) = (await pictures.explain(body))["candidates"]
             return candidate["local_tokens"] >= (turn.prompt_tokens - 1) // BLOCK * BLOCK
 
-        await pictures.until(heard_of, budget_s=10)
+        await pictures.until(heard_of)
         return turn
 
     first, other, both, again = [await ask(*urls) for urls in ((GREEN,), (WIDE,), (GREEN, RED), (GREEN,))]

@@ -81,7 +81,7 @@ async def test_b015_what_no_event_tells_of_any_more_is_found_by_probes(fleet: Re
             return knowledge.match(keys["held"]).certain.get(worker.name) == 120 and len(results) >= 4
 
         try:
-            await fleet.until(found, budget_s=20)
+            await fleet.until(found)
         except TimeoutError:
             raise AssertionError(f"{results}, {knowledge.index.sizes()}") from None
         assert [result for _, result in results] == ["confirmed"] * 3 + ["missing"]
@@ -118,4 +118,4 @@ async def test_b011_what_clients_have_announced_again_leaves_no_ghosts(fleet: Re
             candidates = (await fleet.explain(body))["candidates"]
             return all(c["local_tokens"] == 0 for c in candidates if c["target"] == worker.name)
 
-        await fleet.until(forgotten, budget_s=10)
+        await fleet.until(forgotten)

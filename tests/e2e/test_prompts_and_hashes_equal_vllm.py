@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from conversation import Conversation, answered
-from real_fleet import RealFleet
+from real_fleet import PATIENT_S, RealFleet
 from store.events import BlockStored, EventBatch
 from store.hashing import HashScheme
 from store.keys import KeyLayout
@@ -25,7 +25,7 @@ SCHEME = HashScheme("sha256_cbor", 32)
 async def test_b001_prompts_of_the_corpus_equal_what_the_worker_renders(fleet: RealFleet) -> None:
     prompts = LocalPrompts.load(str(fleet.model_dir))
     compared, left_out, refused = 0, 0, 0
-    async with httpx.AsyncClient(base_url=fleet.workers[0].url, timeout=30, trust_env=False) as worker:
+    async with httpx.AsyncClient(base_url=fleet.workers[0].url, timeout=PATIENT_S, trust_env=False) as worker:
         for path, body in bodies():
             answer = await worker.post(f"{path}/render", json={"model": fleet.model, **body})
             try:

@@ -74,7 +74,7 @@ async def test_block_hashes_and_pool_keys_are_those_of_the_worker(
             async def published(got: Published = found[worker.name], keys: set[int] = wanted) -> bool:
                 return keys <= got.computed.keys()
 
-            await fleet.until(published, budget_s=10)
+            await fleet.until(published)
         finally:
             await streams.close()
     for name, prompt in asked:
@@ -90,7 +90,7 @@ async def test_block_hashes_and_pool_keys_are_those_of_the_worker(
             page = await master.get(f"http://127.0.0.1:{fleet.plan.pool_http_port}/get_all_keys")
         return needed <= set(page.text.split("\n"))
 
-    await fleet.until(in_the_pool, budget_s=10)
+    await fleet.until(in_the_pool)
 
 
 async def test_varied_bodies_are_predicted_exactly(fleet: RealFleet) -> None:

@@ -209,7 +209,10 @@ async def observed(
     await server.start()
     try:
         endpoints = (f"tcp://{host}:{spec.events_port}", f"tcp://{host}:{spec.replay_port}")
-        return await asyncio.to_thread(observe, Endpoints(spec.url, *endpoints, master.http_url), REQUESTS)
+        pids = server._process.pid, master.process.pid
+        assert None not in pids
+        watched = Endpoints(pids, spec.url, *endpoints, master.http_url)
+        return await asyncio.to_thread(observe, watched, REQUESTS)
     finally:
         await server.stop(5.0)
 
