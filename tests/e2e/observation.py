@@ -104,7 +104,7 @@ def _answer(answer: httpx.Response) -> tuple[Any, Any]:
             for choice in shape.get("choices", ()):
                 why = {key: choice.pop(key) for key in ("finish_reason", "stop_reason") if key in choice}
                 if why.get("finish_reason") == "str":
-                    end = why
+                    end = why | {key: shape.pop(key) for key in ("system_fingerprint",) if key in shape}
             if shape not in shapes:
                 shapes.append(shape)
         return usage, [*shapes, end, lines[-1] == "[DONE]"]
