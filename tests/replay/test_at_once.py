@@ -90,7 +90,8 @@ def test_none_is_left_and_none_says_a_word_when_who_started_them_is_ended(
     ends: signal.Signals, whom: Callable[[int, int], None], code: int
 ) -> None:
     started = subprocess.Popen(
-        [sys.executable, "-c", TWO_THAT_WAIT],
+        # Whatever started the tests in the background made them ignore SIGINT.
+        ["env", "--default-signal=INT", sys.executable, "-c", TWO_THAT_WAIT],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
