@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import distributions
+from itertools import chain
 from os import getloadavg
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,9 @@ class Row:
     hit_rates: list[float] = field(default_factory=list)
     ttft_ms: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)
+    cpu_behind_ms: list[float] = field(default_factory=list)
     rss_mb: float = 0.0
+    rss_behind_mb: float = 0.0
     many: int = 0
     failed: int = 0
     failed_in_kill: int = 0
@@ -227,6 +230,9 @@ class Bench:
             argv = ["-m", "smg", "launch", "--policy", policy, "--log-level", "warn"]
             return lambda: self._peer(f"smg {policy}", argv, urls)
 
+        def dynamo() -> Target:
+            return self.targets.dynamo(next(self.ports), next(self.ports), _catalogue(self.specs))
+
         starts = {
             "moongate longest_prefix": moongate("longest_prefix"),
             "moongate expected_ttft": moongate("expected_ttft"),
@@ -235,6 +241,7 @@ class Bench:
             "vllm-router kv_aware": vllm("kv_aware", *kv_aware),
             "vllm-router consistent_hash": vllm("consistent_hash"),
             "smg cache_aware": smg("cache_aware"),
+            "dynamo select_service": dynamo,
         }
         return list(starts.items())
 
@@ -248,14 +255,16 @@ class Bench:
     async def _cell(self, router: Target, cell: str) -> None:
         row = self.rows[router.name]
         await self._reset()
-        before, cpu = await self._counts(), cpu_s(router.pid)
+        before, cpu, behind = await self._counts(), cpu_s(router.pid), _cpu_behind_s(router)
         times, failed = await self._sessions(router, cell, self.size.sessions, self.size.turns)
         await asyncio.sleep(0.1)
-        used = cpu_s(router.pid) - cpu
+        used_behind = _cpu_behind_s(router) - behind
+        used = cpu_s(router.pid) - cpu + used_behind
         after = await self._counts()
         row.hit_rates.append((after[1] - before[1]) / max(1.0, after[0] - before[0]))
         row.ttft_ms += [1e3 * each for each in times]
         row.cpu_ms.append(1e3 * used / (self.size.sessions * self.size.turns))
+        row.cpu_behind_ms.append(1e3 * used_behind / (self.size.sessions * self.size.turns))
         row.failed += failed
 
     async def _many(self, router: Target) -> None:
@@ -272,7 +281,8 @@ class Bench:
                     return
 
         await asyncio.gather(*(some() for _ in range(16)))
-        row.rss_mb = rss_mb(router.pid)
+        row.rss_behind_mb = rss_mb(router.behind.pid) if router.behind else 0.0
+        row.rss_mb = rss_mb(router.pid) + row.rss_behind_mb
 
     async def _with_a_kill(self, router: Target) -> None:
         await self._reset()
@@ -361,6 +371,27 @@ class Bench:
         return queries, hits
 
 
+def _catalogue(specs: Sequence[SimWorkerSpec]) -> list[str]:
+    """The workers as Dynamo's selection service is told of them."""
+    return [
+        json.dumps(
+            {
+                "worker_id": number,
+                "model_name": MODEL,
+                "endpoint": spec.url,
+                "block_size": BLOCK_SIZE,
+                "kv_events_endpoint": f"tcp://{spec.host}:{spec.events_port}",
+                "replay_endpoint": f"tcp://{spec.host}:{spec.replay_port}",
+            }
+        )
+        for number, spec in enumerate(specs, 1)
+    ]
+
+
+def _cpu_behind_s(router: Target) -> float:
+    return cpu_s(router.behind.pid) if router.behind else 0.0
+
+
 def _say(what: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {what}", file=sys.stderr, flush=True)
 
@@ -381,6 +412,8 @@ def report(rows: dict[str, Row]) -> dict[str, dict[str, float]]:
             else -1.0,
             "cpu_ms_per_turn": round(statistics.median(row.cpu_ms), 2),
             "rss_mb": round(row.rss_mb, 1),
+            "cpu_behind_ms_per_turn": round(statistics.median(row.cpu_behind_ms), 2),
+            "rss_behind_mb": round(row.rss_behind_mb, 1),
             "rss_sessions": row.many,
             "failed": row.failed + row.failed_in_kill,
             "failed_without_kill": row.failed,
@@ -397,6 +430,11 @@ def report(rows: dict[str, Row]) -> dict[str, dict[str, float]]:
             f" {row['cpu_ms_per_turn']:7.2f} {row['rss_mb']:7.1f} {row['rss_sessions']:6.0f}"
             f" {row['failed_without_kill']:7.0f} {row['failed'] - row['failed_without_kill']:8.0f}"
         )
+        if row["rss_behind_mb"]:
+            print(
+                f"  of which the peer's own process {row['cpu_behind_ms_per_turn']:.2f} ms a turn,"
+                f" {row['rss_behind_mb']:.1f} MB; the rest is this benchmark's front"
+            )
     return found
 
 
@@ -419,9 +457,8 @@ def main() -> None:
     if missing := install_peers():
         print(f"without peers: {missing}")
         only = ["moongate"]
-    versions = {
-        each.metadata["Name"]: each.version for each in distributions(path=[str(ROOT / ".moongate/routers")])
-    }
+    installed = distributions(path=[str(ROOT / ".moongate/routers")]), distributions(name="ai-dynamo-runtime")
+    versions = {each.metadata["Name"]: each.version for each in chain(*installed)}
     print(f"load of the machine before: {getloadavg()[0]:.1f}")
     print("versions:", ", ".join(f"{name} {version}" for name, version in sorted(versions.items())))
     with Targets(ROOT / ".moongate" / "logs" / "bench-peers") as targets:

@@ -15,17 +15,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 _PEERS = ROOT / ".moongate" / "routers"
 _REQUIREMENTS = ROOT / "bench" / "routers.txt"
+_FRONT = ROOT / "bench" / "wire" / "dynamo_front.py"
 _READY_S = 60.0
 _GATEWAY = "from gateway.cli.main import main; main()"
 
 
 @dataclass(slots=True)
 class Target:
-    """A running router; `process` is None for a worker that is talked to directly."""
+    """A running router; `process` is None for a worker that is talked to directly.
+
+    behind: what chooses for `process`, which only passes turns on.
+    """
 
     name: str
     port: int
     process: subprocess.Popen[bytes] | None = None
+    behind: subprocess.Popen[bytes] | None = None
 
     @property
     def pid(self) -> int:
@@ -84,6 +89,13 @@ class Targets:
     def smg(self, policy: str, port: int, metrics: int, workers: Sequence[str]) -> Target:
         argv = ["-m", "smg", "launch", "--policy", policy, "--log-level", "warn"]
         return self._peer(f"smg {policy}", argv, port, metrics, workers)
+
+    def dynamo(self, port: int, service_port: int, records: Sequence[str]) -> Target:
+        """records: each worker, as Dynamo's selection service is told of it. `behind` is that service."""
+        name = "dynamo select_service"
+        service = self.run(name, ["-m", "dynamo.select_service", "--port", str(service_port)], DYN_LOG="warn")
+        front = self.run(f"{name} front", [str(_FRONT), str(port), str(service_port), *records])
+        return Target(name, port, front, service)
 
     def _peer(self, name: str, argv: list[str], port: int, metrics: int, workers: Sequence[str]) -> Target:
         where = ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
