@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from gateway.api.aliases import Aliases
+from gateway.api.aliases import Aliases, alias_of
 from gateway.api.parse import parse
 from gateway.auth import NO_KEY, ClientKeys
 from gateway.errors import InvalidRequest
@@ -46,10 +46,9 @@ class Explainer:
             raise InvalidRequest("no key has that name (auth.api_keys_file)", param="key")
         asked = parse("POST", path, body)
         parsed, body = self._aliases.resolved(asked, body, b"")
-        alias = asked.model if asked.model != parsed.model else ""
         only = await self._responses.find(parsed.response_id) if parsed.response_id else ""
         earlier = self._responses.session(parsed.response_id)
-        client = Client(fields, alias, found.name, found.tenant, earlier)
+        client = Client(fields, alias_of(asked, parsed), found.name, found.tenant, earlier)
         sight = await self._router.look(parsed, path, body, only, client)
         return DecisionRecord(
             f"explain-{uuid.uuid4().hex}",

@@ -58,6 +58,11 @@ class Aliases:
                 yield alias, served[model] | {"id": alias}
 
 
+def alias_of(asked: ParsedTurn, meant: ParsedTurn) -> str:
+    """What the client called the model, "" where it named none or used its own name."""
+    return asked.model if asked.model != meant.model else ""
+
+
 def _renamed(body: bytes, content_type: bytes, alias: str, model: str) -> bytes:
     span = field_span(body, content_type, b"model")
     if span is not None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from gateway import errors
-from gateway.api.aliases import Aliases
+from gateway.api.aliases import Aliases, alias_of
 from gateway.api.bodies import Bodies
 from gateway.api.parse import POST_ONLY, WORKERS_OWN, ParsedTurn, parse
 from gateway.api.tokens_in import with_tokens
@@ -113,7 +113,7 @@ class TurnApp:
                 prompts=self._router.looks_at_prompts,
             )
             turn.parsed, body = self._aliases.resolved(parsed, body, content_type)
-            turn.alias = parsed.model if turn.parsed.model != parsed.model else ""
+            turn.alias = alias_of(parsed, turn.parsed)
             exchange.interrupts(self._timeouts.stall_s)
             try:
                 with Deadline.after(self._timeouts.total_s):
